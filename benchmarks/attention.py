@@ -2,6 +2,7 @@
 
   python -m benchmarks.attention --out bench
   python -m benchmarks.attention --shapes "B/16 224" --configs 2,256,2 3,128,3
+  python -m benchmarks.attention --sweep 64 --images 8 --seconds 0
 
 Every result is compared with float32. Times are in milliseconds, in bursts and sustained; all
 contenders of a shape are timed in one process, in turn. With lengths the bound is the time of whole
@@ -9,7 +10,9 @@ images times the part of the tiles that have tokens. The records are written to 
 """
 
 import argparse
+import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -37,7 +40,31 @@ CONFIGS = [
     for consumers, keys in ((2, 256), (2, 192), (2, 128), (2, 64), (3, 128), (3, 64))
     for slots in (2, 3, 4)
 ]
-MIXES = ("uniform", "bimodal", "one long")
+
+# A sweep has the numbers of tokens of the usual encoders, up to 4096, and 12 heads. Unless told
+# otherwise, it has as many images as have about 100,000 tokens.
+SWEEP = [
+    50,
+    64,
+    145,
+    196,
+    197,
+    256,
+    257,
+    324,
+    400,
+    576,
+    577,
+    729,
+    784,
+    1024,
+    1025,
+    1369,
+    2304,
+    4096,
+]
+SWEEP_HEADS, SWEEP_TOKENS = 12, 100_000
+MIXES = ("full", "uniform", "bimodal", "one long")
 
 # Largest relative error (Frobenius norm) of a contender: probabilities and results are bfloat16.
 MOST_ERROR = 2.0**-7
@@ -46,12 +73,12 @@ MOST_ERROR = 2.0**-7
 def draw_lengths(mix: str, shape: Shape) -> np.ndarray:
     """Draws the numbers of tokens of the images."""
     rng = np.random.default_rng(0)
-    found = np.full(shape.B, shape.S // 8)
+    found = np.full(shape.B, shape.S if mix == "full" else shape.S // 8)
     if mix == "uniform":
         found = rng.integers(1, shape.S + 1, shape.B)
     elif mix == "bimodal":
         found[::2] = shape.S
-    else:
+    elif mix == "one long":
         found[0] = shape.S
     return found.astype(np.int32)
 
@@ -90,27 +117,17 @@ def contenders(
     """Returns cuDNN and the kernel with each config that fits."""
     lengths = operands[3:]
     found = {"cudnn": timing.Contender(jax.jit(attention.formula), operands)}
-    if lengths:
-
-        def by_lengths(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-            return jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                query_seq_lengths=lengths,
-                key_value_seq_lengths=lengths,
-                implementation="cudnn",
-            )
-
-        found["cudnn, lengths"] = timing.Contender(jax.jit(by_lengths), operands)
     for config in configs:
-        try:
-            config.check(shape, chip)
-        except NotImplementedError:
+        if not config.fits(shape, chip, lengths=bool(lengths)):
             continue
         kernel = functools.partial(attention_sm90.kernel, config=config, chip=chip)
-        found[str(config)] = timing.Contender(jax.jit(kernel), operands)
+        found[name_of(config)] = timing.Contender(jax.jit(kernel), operands)
     return found
+
+
+def name_of(config: Config) -> str:
+    """Returns consumers,keys,slots."""
+    return ",".join(map(str, dataclasses.astuple(config)))
 
 
 def results_of(compared: dict[str, timing.Contender]) -> Iterator[tuple[str, Any]]:
@@ -126,9 +143,15 @@ def results_of(compared: dict[str, timing.Contender]) -> Iterator[tuple[str, Any
 
 
 def compare(
-    shape: Shape, lengths: np.ndarray | None, configs: list[Config], chip: Chip, seconds: float
+    shape: Shape,
+    lengths: np.ndarray | None,
+    configs: list[Config] | None,
+    chip: Chip,
+    seconds: float,
 ) -> list[dict[str, Any]]:
-    """Checks and times all contenders for one shape."""
+    """Checks and times all contenders for one shape; without configs, the one that is chosen."""
+    if configs is None:
+        configs = [attention_sm90.choose(shape, chip, lengths=lengths is not None)]
     drawn = (
         jax.random.normal(key, shape, jnp.bfloat16)
         for key in jax.random.split(jax.random.key(0), 3)
@@ -142,26 +165,35 @@ def compare(
         errors[name] = float(relative_error(y, *operands[:3], whole))
         if not errors[name] <= MOST_ERROR:
             raise SystemExit(f"{name} has a relative error of {errors[name]} for {shape}.")
-    burst = timing.burst(compared, rounds=3, rest=0.2)
-    sustained = timing.sustained(compared, seconds=seconds, rounds=1) if seconds else burst
-    return [
-        {
+    burst = timing.burst(compared, rounds=3, rest=0.2 if seconds else 0.05)
+    sustained = timing.sustained(compared, seconds=seconds, rounds=1) if seconds else {}
+    rows = {
+        name: {
             "shape": list(shape),
             "program": name,
             "error": errors[name],
             "burst": burst[name].milliseconds,
-            "sustained": sustained[name].milliseconds,
         }
         for name in compared
-    ]
+    }
+    for name, time in sustained.items():
+        rows[name]["sustained"] = time.milliseconds
+    for config in configs if lengths is not None else ():
+        if row := rows.get(name_of(config)):
+            all_tiles = tiles_of(np.full(shape.B, shape.S), shape, config)
+            row["tiles"] = tiles_of(lengths, shape, config) / all_tiles
+    return list(rows.values())
 
 
 def main() -> None:
     """Prints and records the times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--sweep", type=int, nargs="+", help="instead, heads of these widths")
+    parser.add_argument("--tokens", type=int, nargs="+", default=SWEEP, help="of the sweep")
     parser.add_argument("--configs", nargs="+", help="consumers,keys,slots; by default many")
-    parser.add_argument("--images", type=int, help="instead of the images of the shapes")
+    parser.add_argument("--chosen", action="store_true", help="only the config that is chosen")
+    parser.add_argument("--images", type=int, nargs="+", help="instead of those of the shapes")
     parser.add_argument("--mixes", nargs="*", default=list(MIXES), help="mixes for NaFlex")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a sustained turn; 0: none")
     parser.add_argument("--out", type=Path, default=Path("bench"))
@@ -169,30 +201,29 @@ def main() -> None:
     chip = Target.of(default_device()).chip
     if chip is None or chip.capability != attention.CAPABILITY:
         raise SystemExit("benchmarks.attention: the kernel needs a Hopper GPU, but there is none.")
-    configs = CONFIGS
+    configs = None if chosen.chosen else CONFIGS
     if chosen.configs:
         configs = [Config(*map(int, text.split(","))) for text in chosen.configs]
     chosen.out.mkdir(parents=True, exist_ok=True)
     path = chosen.out / "attention.jsonl"
     path.write_text(json.dumps({"kind": "environment", "text": timing.environment()}) + "\n")
     print(timing.environment())
-    for name in chosen.shapes:
-        shape = SHAPES[name]
-        if chosen.images:
-            shape = shape._replace(B=chosen.images)
+    shapes = [(name, SHAPES[name]) for name in chosen.shapes]
+    if chosen.sweep:
+        pairs = itertools.product(chosen.sweep, chosen.tokens)
+        shapes = [("sweep", Shape(-(-SWEEP_TOKENS // S), S, SWEEP_HEADS, D)) for D, S in pairs]
+    if chosen.images:
+        shapes = [(name, shape._replace(B=B)) for B in chosen.images for name, shape in shapes]
+    for name, shape in shapes:
         for mix in (None, *chosen.mixes) if "NaFlex" in name else (None,):
             lengths = None if mix is None else draw_lengths(mix, shape)
             for row in compare(shape, lengths, configs, chip, chosen.seconds):
                 row |= {"kind": "attention", "name": name, "mix": mix}
-                bound = ""
-                for config in configs if lengths is not None else ():
-                    if str(config) == row["program"]:
-                        all_tiles = tiles_of(np.full(shape.B, shape.S), shape, config)
-                        row["tiles"] = tiles_of(lengths, shape, config) / all_tiles
-                        bound = f"tiles {row['tiles']:.3f}"
+                times = f"{row['burst']:8.4f} {row.get('sustained', math.nan):8.4f}"
+                tiles = f"tiles {row['tiles']:.3f}" if "tiles" in row else ""
                 print(
-                    f"{name:18} {mix or '':9} {row['program']:40} {row['burst']:8.4f} "
-                    f"{row['sustained']:8.4f} error {row['error']:.5f} {bound}",
+                    f"{name:18} {'x'.join(map(str, shape)):16} {mix or '':9} {row['program']:10} "
+                    f"{times} error {row['error']:.5f} {tiles}",
                     flush=True,
                 )
                 with path.open("a") as file:

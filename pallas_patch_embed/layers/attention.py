@@ -33,9 +33,16 @@ CUDNN_LARGEST_HEAD = 128
 # The compute capability for which the kernel was measured.
 CAPABILITY = (9, 0)
 
-# Where the kernel was measured to be faster than cuDNN: (channels of a head, numbers of tokens,
-# config). No measurement has been made yet (`python -m benchmarks.attention`), so cuDNN serves.
-SERVED: tuple[tuple[int, range, Config], ...] = ()
+# Where the kernel was measured to be faster than cuDNN (benchmarks/h200/attention.jsonl): the
+# numbers of tokens, by the channels of a head, without and with lengths.
+SERVED = {
+    False: {64: range(50, 1025), 72: range(256, 730), 80: range(257, 258)},
+    True: {64: range(1024, 1025), 72: range(1024, 1025)},
+}
+
+# The kernel gets at least this many units of work for each multiprocessor. For one image cuDNN is
+# up to 1.6 times as fast, because the kernel then leaves most multiprocessors idle.
+FEWEST_UNITS = 4
 
 attention_p = Primitive("attention")
 attention_p.def_impl(functools.partial(apply_primitive, attention_p))
@@ -123,7 +130,7 @@ def attention(
     if mask is not None or causal or q.shape != k.shape:
         if lengths is not None:
             mask = prefix_mask(lengths, k.shape[1])
-        return _by_jax(q, k, v, mask, causal)
+        return _by_jax(q, k, v, mask=mask, causal=causal)
     return attention_p.bind(q, k, v, *(() if lengths is None else (lengths,)))
 
 
@@ -131,7 +138,7 @@ def formula(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None
 ) -> jax.Array:
     """Computes `attention` without a kernel; rows from `lengths` on are finite."""
-    return _by_jax(q, k, v, None if lengths is None else prefix_mask(lengths, k.shape[1]))
+    return _by_jax(q, k, v, lengths=lengths)
 
 
 def prefix_mask(lengths: jax.Array, S: int) -> jax.Array:
@@ -140,27 +147,43 @@ def prefix_mask(lengths: jax.Array, S: int) -> jax.Array:
 
 
 def _by_jax(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, causal: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    causal: bool = False,
+    fused: bool = True,
 ) -> jax.Array:
-    """Computes the attention by cuDNN where it serves, and otherwise by XLA."""
+    """Computes the attention by cuDNN if `fused` and where it serves, and otherwise by XLA."""
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, None, None, :], (*q.shape[:1], 1, q.shape[1], k.shape[1]))
 
     def attend(implementation: Literal["xla", "cudnn"]) -> Callable[..., jax.Array]:
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, lengths: Any, mask: Any) -> Any:
+            # cuDNN leaves out what is beyond the lengths of queries and keys; XLA masks keys. An
+            # image without tokens gets one.
+            lengths = None if lengths is None else jnp.maximum(lengths, 1)
+            of_queries = lengths if implementation == "cudnn" else None
             # dot_product_attention adds float32 to bfloat16, and users may forbid implicit dtype
             # promotion.
             with jax.numpy_dtype_promotion("standard"):
                 return jax.nn.dot_product_attention(
-                    q, k, v, mask=mask, is_causal=causal, implementation=implementation
+                    *(q, k, v),
+                    mask=mask,
+                    is_causal=causal,
+                    query_seq_lengths=of_queries,
+                    key_value_seq_lengths=lengths,
+                    implementation=implementation,
                 )
 
         return attention
 
     # Tracing cuDNN's attention needs cuDNN, which is installed with JAX's CUDA backend.
-    fused = not _refused_by_cudnn(q) and cuda_is_installed()
+    fused = fused and not _refused_by_cudnn(q) and cuda_is_installed()
     options = {"cuda": attend("cudnn")} if fused else {}
-    return lax.platform_dependent(q, k, v, mask, **options, default=attend("xla"))
+    return lax.platform_dependent(q, k, v, lengths, mask, **options, default=attend("xla"))
 
 
 def _refused_by_cudnn(q: Any) -> str:
@@ -173,8 +196,11 @@ def _refused_by_cudnn(q: Any) -> str:
     return "there is one query." if T == 1 else ""
 
 
-def program_for(q: Any, target: Target) -> Choice:
-    """Chooses the program for queries, keys and values of one shape [B, S, H, D] on a target."""
+def program_for(q: Any, target: Target, *, lengths: bool = False) -> Choice:
+    """Chooses the program for queries, keys and values of one shape [B, S, H, D] on a target.
+
+    `lengths` says whether the images have their own numbers of tokens.
+    """
     if target.platform != "cuda":
         return Choice("xla", "the program does not run on an NVIDIA GPU.")
     if reason := _refused_by_cudnn(q):
@@ -185,12 +211,15 @@ def program_for(q: Any, target: Target) -> Choice:
     if chip.capability != CAPABILITY:
         return Choice("cudnn", "the kernel is for GPUs of compute capability 9.0.")
     B, S, H, D = q.shape
-    for head, tokens, config in SERVED if B * H > 0 else ():
-        if D == head and S in tokens:
-            config.check(Shape(B, S, H, D), chip)
-            return Choice("mosaic_sm90", "", config)
-    shape = f"{S} tokens and heads of {D} channels"
-    return Choice("cudnn", f"the kernel was not measured to be faster for {shape}.")
+    shape = Shape(B, S, H, D)
+    if S not in SERVED[lengths].get(D, ()):
+        what = f"{S} tokens and heads of {D} channels" + (", with lengths" if lengths else "")
+        return Choice("cudnn", f"the kernel was not measured to be faster for {what}.")
+    config = attention_sm90.choose(shape, chip, lengths=lengths)
+    units, fewest = B * H * config.units(shape), FEWEST_UNITS * chip.multiprocessors
+    if units < fewest:
+        return Choice("cudnn", f"the kernel would have {units} units of work, fewer than {fewest}.")
+    return Choice("mosaic_sm90", "", config)
 
 
 @attention_p.def_abstract_eval
@@ -201,7 +230,9 @@ def _result_type(*operands):
 
 def _differentiate(primals, tangents):
     (q, k, v, *lengths), tangents = primals, map(ad.instantiate_zeros, tangents[:3])
-    return jax.jvp(lambda *qkv: formula(*qkv, *lengths), (q, k, v), tuple(tangents))
+    # cuDNN's attention has no derivative in forward mode.
+    formula = functools.partial(_by_jax, lengths=lengths[0] if lengths else None, fused=False)
+    return jax.jvp(formula, (q, k, v), tuple(tangents))
 
 
 ad.primitive_jvps[attention_p] = _differentiate
@@ -228,7 +259,8 @@ def _lower(ctx, *operands):
 def _lower_for_cuda(ctx, *operands):
     split = lowering.devices_left_to_xla(ctx.module_context) > 1
     target = lowering.target_of(ctx.module_context, "cuda")
-    config = None if split else program_for(ctx.avals_in[0], target).config
+    lengths = len(operands) > 3
+    config = None if split else program_for(ctx.avals_in[0], target, lengths=lengths).config
     if config is None:
         return _lower(ctx, *operands)
 

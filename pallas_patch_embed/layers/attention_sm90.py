@@ -6,14 +6,14 @@ queries.
 
   feed      one warp: loads queries, keys and values by TMA, ahead of the products.
   attend    two or three warpgroups, the consumers, with 64 queries each: multiply queries and keys,
-            take the softmax in registers, and multiply by the values. While one takes a softmax,
-            the tensor cores multiply for another.
+            take the softmax in registers, and multiply by the values. They do so in turn: while
+            one takes a softmax, the tensor cores multiply for another.
 
 If one tile has all keys of a head, a unit is the whole head, and its keys and values are loaded
 once for several passes over queries. Otherwise a unit has one pass, and the tiles of keys and
 values go through a ring; the softmax is then rescaled when a larger score appears.
 
-A turn is one pass of one consumer, an entry is one use of a slot of the ring. Both are numbered
+A round is one pass of one consumer, an entry is one use of a slot of the ring. Both are numbered
 through all units of a worker.
 
   barrier                      arrivals of a phase   its phase completes when      who waits
@@ -25,12 +25,18 @@ through all units of a worker.
   keys_read[slot]              all consumers         they are multiplied           feed
   values_arrived[slot]         1 copy a part         the next values are there     all consumers
   values_read[slot]            all consumers         they are multiplied           feed
+  turn[c]                      the consumer before   its next scores are being     consumer c
+                                                     multiplied
+
+A consumer has the turn from its product with a tile of values until its next scores are being
+multiplied; then it passes it to the next consumer. The first consumer begins, and the others wait
+for their first turn. All have the same number of tiles. In the end each passes its last turn on,
+except for the last one.
 
 No phase of a barrier may be left without a wait, so feed waits for the last ones before it returns.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -102,8 +108,11 @@ class Config:
     keys: int
     slots: int
 
-    def check(self, shape: Shape, chip: Chip) -> None:
-        """Raises NotImplementedError with the reason if this config cannot serve `shape`."""
+    def check(self, shape: Shape, chip: Chip, *, lengths: bool = False) -> None:
+        """Raises NotImplementedError with the reason if this config cannot serve `shape`.
+
+        `lengths` says whether the images have their own numbers of tokens.
+        """
         if self.consumers not in REGISTERS:
             raise NotImplementedError(f"consumers is {self.consumers}, expected 2 or 3.")
         if self.keys % 64 or not 64 <= self.keys <= 256:
@@ -112,15 +121,26 @@ class Config:
             )
         if not 2 <= self.slots <= 8:
             raise NotImplementedError(f"slots is {self.slots}, expected 2 to 8.")
-        needed, available = self.shared_memory_bytes(shape), chip.shared_memory - BARRIER_BYTES
+        available = chip.shared_memory - BARRIER_BYTES
+        needed = self.shared_memory_bytes(shape, lengths)
         if needed > available:
             raise NotImplementedError(
                 f"{self} needs {needed} bytes of shared memory, but only {available} are available."
             )
 
-    def shared_memory_bytes(self, shape: Shape) -> int:
+    def fits(self, shape: Shape, chip: Chip, *, lengths: bool = False) -> bool:
+        """Returns whether `check` passes."""
+        try:
+            self.check(shape, chip, lengths=lengths)
+        except NotImplementedError:
+            return False
+        return True
+
+    def shared_memory_bytes(self, shape: Shape, lengths: bool) -> int:
         """Returns the shared memory of a thread block in bytes, without the barriers."""
-        rows = self.consumers * ROWS * (BUFFERS + 1) + 2 * self.slots * self.keys
+        # Buffers of queries, the results, and zeros for padding.
+        copies = BUFFERS + 1 + lengths
+        rows = self.consumers * ROWS * copies + 2 * self.slots * self.keys
         return 2 * shape.columns * rows
 
     def tiles(self, shape: Shape) -> int:
@@ -134,6 +154,51 @@ class Config:
     def units(self, shape: Shape) -> int:
         """Returns the number of units of a head."""
         return pl.cdiv(shape.S, self.passes(shape) * self.consumers * ROWS)
+
+
+# Nanoseconds of a query tile times a key tile of one head for all thread blocks, by the number of
+# columns in shared memory. They are from 98 images of 1024 tokens on an H200
+# (benchmarks/h200/attention.jsonl), and only their ratios matter.
+TIMES = {
+    64: {
+        Config(2, 256, 2): 17.1,
+        Config(3, 128, 3): 12.2,
+        Config(2, 128, 3): 9.3,
+        Config(2, 64, 4): 5.6,
+    },
+    80: {
+        Config(2, 256, 2): 20.0,
+        Config(3, 128, 2): 14.5,
+        Config(2, 128, 3): 11.0,
+        Config(2, 64, 4): 6.7,
+    },
+    128: {Config(2, 128, 2): 20.0, Config(2, 64, 3): 12.0},
+}
+
+
+def choose(shape: Shape, chip: Chip, *, lengths: bool) -> Config:
+    """Returns the config with the smallest predicted time.
+
+    Images with their own numbers of tokens get at most two consumers and 128 keys, because smaller
+    tiles follow the lengths more closely.
+
+    Raises:
+      NotImplementedError: no config serves this shape.
+    """
+
+    def time(config: Config) -> float:
+        tiles_of_queries = pl.cdiv(shape.S, config.consumers * ROWS)
+        return times[config] * tiles_of_queries * config.tiles(shape)
+
+    def suits(config: Config) -> bool:
+        small = config.consumers == 2 and config.keys <= 128
+        return (small or not lengths) and config.fits(shape, chip, lengths=lengths)
+
+    times = next((times for columns, times in TIMES.items() if columns >= shape.columns), {})
+    found = [config for config in times if suits(config)]
+    if not found:
+        raise NotImplementedError(f"no config fits heads of {shape.D} channels on {chip.name}.")
+    return min(found, key=time)
 
 
 def kernel(
@@ -163,11 +228,12 @@ def kernel(
       NotImplementedError: the config cannot serve this shape.
     """
     shape = Shape(*q.shape)
-    config.check(shape, chip)
+    config.check(shape, chip, lengths=lengths is not None)
     workers = min(chip.multiprocessors, shape.B * shape.H * config.units(shape))
     make = Interpreted if interpret else Worker
 
-    scratch_types: Any = dict(scratch=Scratch.types(config, shape, make.memory))
+    scratch = Scratch.types(config, shape, make.memory, lengths is not None)
+    scratch_types: Any = dict(scratch=scratch)
 
     def attention(*operands, scratch):
         operands = operands if lengths is not None else (*operands[:3], None, *operands[3:])
@@ -235,15 +301,17 @@ class Scratch:
     keys: Any  # [slots, keys, width]
     values: Any  # [slots, keys, width]
     results: Any  # [consumers, ROWS, width]
+    zeros: Any  # [consumers, ROWS, width], if there are lengths
     queries_arrived: Any
     queries_read: Any
     keys_arrived: Any
     keys_read: Any
     values_arrived: Any
     values_read: Any
+    turn: Any
 
     @classmethod
-    def types(cls, config: Config, shape: Shape, memory: Callable) -> "Scratch":
+    def types(cls, config: Config, shape: Shape, memory: Callable, lengths: bool) -> "Scratch":
         """Returns the types of all members."""
         consumers, slots, copies = config.consumers, config.slots, len(shape.parts)
 
@@ -256,12 +324,14 @@ class Scratch:
             keys=parts(slots, config.keys),
             values=parts(slots, config.keys),
             results=parts(consumers, ROWS),
+            zeros=parts(consumers, ROWS) if lengths else [],
             queries_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=buffers),
             queries_read=plgpu.Barrier(num_arrivals=1, num_barriers=buffers),
             keys_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
             keys_read=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
             values_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
             values_read=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
+            turn=plgpu.Barrier(num_arrivals=1, num_barriers=consumers),
         )
 
 
@@ -269,22 +339,50 @@ class Unit(NamedTuple):
     """A part of the work of a thread block.
 
     Attributes:
-      image, head: whose attention is computed.
-      row: the first query.
+      index: number of the unit among those of all thread blocks.
       length: number of keys and queries of the image.
       tiles: number of tiles of keys.
       passes: number of passes over queries; 0 if all queries are padding.
-      entry, turn: numbers of the unit's first entry and first turn.
+      entry, round: numbers of the unit's first entry and first round.
     """
 
-    image: Any
-    head: Any
-    row: Any
+    index: Any
     length: Any
     tiles: Any
     passes: Any
     entry: Any
-    turn: Any
+    round: Any
+
+
+class Place(NamedTuple):
+    """A row of queries, keys, values or results of a head of an image."""
+
+    image: Any
+    head: Any
+    row: Any
+
+
+class State(NamedTuple):
+    """Sums over the tiles so far, with a list item for each part of a head.
+
+    Attributes:
+      sums: sum_t 2^(score[t] - largest) v[t], [ROWS, width].
+      largest: the largest score of a row, [ROWS].
+      total: sum_t 2^(score[t] - largest), [ROWS].
+    """
+
+    sums: list[jax.Array]
+    largest: jax.Array
+    total: jax.Array
+
+
+class Result(NamedTuple):
+    """Sums over all tiles for the queries of a consumer in one pass of a unit."""
+
+    sums: list[jax.Array]
+    total: jax.Array
+    index: Any
+    number: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +412,9 @@ class Worker:
 
             @plgpu.warp_map
             def roles(warp):
-                pl.when(warp == 0)(self.feed)
+                pl.when(warp == 0)(self.feed_queries)
+                pl.when(warp == 1)(self.feed_keys)
+                pl.when(warp == 2)(self.feed_values)
 
         @pl.when(warpgroup < self.config.consumers)
         def consume():
@@ -326,179 +426,223 @@ class Worker:
         """Queries of a pass of all consumers."""
         return self.config.consumers * ROWS
 
-    def for_each_unit(self, visit: Callable[[Unit], None]) -> tuple[Any, Any]:
-        """Calls `visit` for each unit of this worker; returns the numbers of entries and turns."""
-        config, shape = self.config, self.shape
-        passes, per_head = config.passes(shape), config.units(shape)
-        units, first = shape.B * shape.H * per_head, lax.axis_index("worker")
+    def for_each_unit(
+        self, visit: Callable[[Unit, Any], Any], carry: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """Calls carry = visit(unit, carry) for each unit of this worker.
 
-        def indices(i):
-            """Returns the image and the head of the i-th unit, and its number in the head."""
-            index = lax.min(first + i * self.workers, units - 1)
-            image, head = lax.div(index, shape.H * per_head), lax.div(index, per_head)
-            return image, lax.rem(head, shape.H), lax.rem(index, per_head)
+        Returns the numbers of entries and of rounds, and the last carry.
+        """
+        config, shape = self.config, self.shape
+        units, first = shape.B * shape.H * config.units(shape), lax.axis_index("worker")
+
+        def index_of(i):
+            return lax.min(first + i * self.workers, units - 1)
 
         def length_of(i):
-            return self.operands.lengths[indices(i)[0]]
+            return self.operands.lengths[self.place(index_of(i)).image]
 
-        def visit_unit(i, carry):
-            entry, turn, *length = carry
+        def visit_unit(i, state):
+            entry, round, carry, *length = state
             # The length of the next unit arrives while this one is computed.
             following = [length_of(i + 1)] if length else []
-            image, head, number = indices(i)
-            row = number * passes * self.step
             tiles: Any = config.tiles(shape)
-            needed: Any = passes
-            if length:
-                needed = jnp.clip(pl.cdiv(length[0] - row, self.step), 0, passes)
-                tiles = jnp.where(needed > 0, pl.cdiv(length[0], config.keys), 0)
+            passes: Any = config.passes(shape)
             (tokens,) = length or (shape.S,)
-            visit(Unit(image, head, row, tokens, tiles, needed, entry, turn))
-            return entry + tiles, turn + needed, *following
+            if length:
+                left = tokens - self.place(index_of(i)).row
+                passes = jnp.clip(pl.cdiv(left, self.step), 0, passes)
+                tiles = jnp.where(passes > 0, pl.cdiv(tokens, config.keys), 0)
+            carry = visit(Unit(index_of(i), tokens, tiles, passes, entry, round), carry)
+            return entry + tiles, round + passes, carry, *following
 
         count = lax.div(units - 1 - first, self.workers) + 1
         lengths = [] if self.operands.lengths is None else [length_of(0)]
-        start = (jnp.int32(0), jnp.int32(0), *lengths)
-        entries, turns, *_ = lax.fori_loop(0, count, visit_unit, start)
-        return entries, turns
+        start = (jnp.int32(0), jnp.int32(0), carry, *lengths)
+        return lax.fori_loop(0, count, visit_unit, start)[:3]
+
+    def place(self, index: Any) -> Place:
+        """Returns the first query of a unit."""
+        H, per_head = self.shape.H, self.config.units(self.shape)
+        image, number = lax.div(index, H * per_head), lax.rem(lax.div(index, H), per_head)
+        row = number * (self.config.passes(self.shape) * self.step)
+        return Place(image, lax.rem(index, H), row)
+
+    def rows(self, place: Place, number: Any, consumer: Any) -> Place:
+        """Returns the first query of a consumer in a pass of a unit that begins at `place`."""
+        return place._replace(row=place.row + number * self.step + consumer * ROWS)
 
     def slot(self, entry: Any) -> Any:
         return lax.rem(entry, self.config.slots)
 
-    def buffer(self, turn: Any, consumer: Any) -> Any:
-        return lax.rem(turn, BUFFERS) * self.config.consumers + consumer
+    def buffer(self, round: Any, consumer: Any) -> Any:
+        return lax.rem(round, BUFFERS) * self.config.consumers + consumer
 
-    def part(self, array: Any, unit: Unit, row: Any, rows: int, i: int) -> Any:
-        """Returns the i-th part of rows of a head in global memory."""
+    def part(self, array: Any, place: Place, rows: int, i: int) -> Any:
+        """Returns the i-th part of rows in global memory, from a place on."""
         first: Any = self.shape.parts[i][0]
         width = self.shape.parts[i][1]
         if first + width > self.shape.D:
             # Pallas refuses a constant slice that is out of bounds.
             first += lax.axis_index("worker") * 0
-        return array.at[unit.image, pl.ds(row, rows), unit.head, pl.ds(first, width)]
+        return array.at[place.image, pl.ds(place.row, rows), place.head, pl.ds(first, width)]
 
-    def load(
-        self, array: Any, unit: Unit, row: Any, rows: int, memory: Any, at: Any, arrived: Any
-    ) -> None:
-        """Loads rows of a head to `memory[at]`. Rows beyond S are zero."""
+    def load(self, array: Any, place: Place, rows: int, memory: Any, at: Any, arrived: Any) -> None:
+        """Loads rows from a place on to `memory[at]`. Rows beyond S are zero."""
         for i, part in enumerate(memory):
-            source = self.part(array, unit, row, rows, i)
+            source = self.part(array, place, rows, i)
             plgpu.copy_gmem_to_smem(source, self.views(part).copied.at[at], arrived.at[at])
 
-    def feed(self) -> None:
-        s, config = self.s, self.config
+    def feed_queries(self) -> None:
+        s, consumers = self.s, range(self.config.consumers)
 
-        def load_queries(unit, number):
-            for consumer in range(config.consumers):
-                buffer = self.buffer(unit.turn + number, consumer)
-                await_reuse(s.queries_read.at[buffer], unit.turn + number, BUFFERS)
-                row = unit.row + number * self.step + consumer * ROWS
-                self.load(self.operands.q, unit, row, ROWS, s.queries, buffer, s.queries_arrived)
+        def feed_unit(unit, _):
+            place = self.place(unit.index)
 
-        def load_tile(unit, t):
-            slot, entry, row = self.slot(unit.entry + t), unit.entry + t, t * config.keys
-            for array, memory, arrived, read in (
-                (self.operands.k, s.keys, s.keys_arrived, s.keys_read),
-                (self.operands.v, s.values, s.values_arrived, s.values_read),
-            ):
-                await_reuse(read.at[slot], entry, config.slots)
-                self.load(array, unit, row, config.keys, memory, slot, arrived)
-
-        def feed_unit(unit):
             @pl.loop(0, unit.passes)
             def feed_pass(number):
-                load_queries(unit, number)
+                for consumer in consumers:
+                    buffer = self.buffer(unit.round + number, consumer)
+                    await_reuse(s.queries_read.at[buffer], unit.round + number, BUFFERS)
+                    rows = self.rows(place, number, consumer)
+                    self.load(self.operands.q, rows, ROWS, s.queries, buffer, s.queries_arrived)
 
-                @pl.when(number == 0)
-                def load_keys_and_values():
-                    pl.loop(0, unit.tiles)(functools.partial(load_tile, unit))
+        _, rounds, _ = self.for_each_unit(feed_unit)
 
-        entries, turns = self.for_each_unit(feed_unit)
+        @for_the_last(BUFFERS, rounds)
+        def drain(round):
+            for consumer in consumers:
+                plgpu.barrier_wait(s.queries_read.at[self.buffer(round, consumer)])
 
-        @for_the_last(config.slots, entries)
-        def drain_ring(entry):
-            plgpu.barrier_wait(s.keys_read.at[self.slot(entry)])
-            plgpu.barrier_wait(s.values_read.at[self.slot(entry)])
+    def feed_keys(self) -> None:
+        self.feed_ring(self.operands.k, self.s.keys, self.s.keys_arrived, self.s.keys_read)
 
-        @for_the_last(BUFFERS, turns)
-        def drain_queries(turn):
-            for consumer in range(config.consumers):
-                plgpu.barrier_wait(s.queries_read.at[self.buffer(turn, consumer)])
+    def feed_values(self) -> None:
+        self.feed_ring(self.operands.v, self.s.values, self.s.values_arrived, self.s.values_read)
+
+    def feed_ring(self, array: Any, memory: Any, arrived: Any, read: Any) -> None:
+        """Loads the tiles of keys or of values of all units."""
+        slots, keys = self.config.slots, self.config.keys
+
+        def feed_unit(unit, _):
+            place = self.place(unit.index)
+
+            @pl.loop(0, unit.tiles)
+            def feed_tile(t):
+                entry = unit.entry + t
+                slot = self.slot(entry)
+                await_reuse(read.at[slot], entry, slots)
+                self.load(array, place._replace(row=t * keys), keys, memory, slot, arrived)
+
+        entries, _, _ = self.for_each_unit(feed_unit)
+
+        @for_the_last(slots, entries)
+        def drain(entry):
+            plgpu.barrier_wait(read.at[self.slot(entry)])
 
     def attend(self, consumer: Any) -> None:
-        def attend_unit(unit):
-            row = unit.row + consumer * ROWS
+        s, config = self.s, self.config
+        has_padding = self.operands.lengths is not None
+        if has_padding:
+            self.write(self.zeros(), s.zeros, consumer)
 
-            @pl.loop(0, unit.passes)
-            def attend_pass(number):
-                buffer = self.buffer(unit.turn + number, consumer)
-                plgpu.barrier_wait(self.s.queries_arrived.at[buffer])
-                y = self.attend_rows(unit, number, buffer)
-                self.store(y, consumer, unit, row + number * self.step)
+        def attend_unit(unit, previous):
+            if has_padding:
 
-            if self.operands.lengths is not None:
-
-                @pl.loop(unit.passes, self.config.passes(self.shape))
+                @pl.loop(unit.passes, config.passes(self.shape))
                 def clear(number):
-                    self.store(self.zeros(), consumer, unit, row + number * self.step)
+                    self.store(s.zeros, consumer, unit.index, number)
 
-        self.for_each_unit(attend_unit)
+            def attend_pass(number, previous):
+                return self.attend_rows(unit, number, consumer, previous)
+
+            return lax.fori_loop(0, unit.passes, attend_pass, previous)
+
+        nothing = Result(self.zeros(), one_a_row(1), jnp.int32(0), jnp.int32(0))
+        pl.when(consumer > 0)(lambda: plgpu.barrier_wait(s.turn.at[consumer]))
+        _, rounds, last = self.for_each_unit(attend_unit, nothing)
+        pl.when(consumer < config.consumers - 1)(lambda: self.pass_turn(consumer))
+        pl.when(rounds > 0)(lambda: self.finish(last, consumer))
         plgpu.wait_smem_to_gmem(0)
+
+    def pass_turn(self, consumer: Any) -> None:
+        plgpu.barrier_arrive(self.s.turn.at[lax.rem(consumer + 1, self.config.consumers)])
 
     def zeros(self) -> list[jax.Array]:
         """Returns zeros [ROWS, width] for each part of a head."""
         kinds = (jnp.zeros((ROWS, width), jnp.float32) for _, width in self.shape.parts)
         return [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA) for zeros in kinds]
 
-    def attend_rows(self, unit: Unit, number: Any, buffer: Any) -> list[jax.Array]:
-        """Computes the attention of the queries in a buffer, in float32."""
-        s, tile = self.s, self.config.keys
+    def attend_rows(self, unit: Unit, number: Any, consumer: Any, previous: Result) -> Result:
+        """Computes the attention of one pass, and stores the previous result meanwhile."""
+        s, config = self.s, self.config
+        buffer = self.buffer(unit.round + number, consumer)
         is_first, is_last = number == 0, number == unit.passes - 1
         factor = math.log2(math.e) / math.sqrt(self.shape.D)
 
-        def attend_tile(t, carry, *, final):
-            sums, largest, total = carry
+        def multiply(t, meanwhile=lambda: None):
+            """Computes the scores of tile t, and passes the turn on."""
             slot = self.slot(unit.entry + t)
             pl.when(is_first)(lambda: plgpu.barrier_wait(s.keys_arrived.at[slot]))
-            scores = self.multiply(buffer, slot)
+
+            def accumulate(accumulator):
+                for q, k in zip(s.queries, s.keys):
+                    q, k = self.views(q).multiplied.at[buffer], self.views(k).multiplied.at[slot]
+                    plgpu.wgmma(accumulator, q, k.T)
+                self.pass_turn(consumer)
+                meanwhile()
+                plgpu.wgmma_wait(0)
+                return accumulator[...]
+
+            scores = pl.run_scoped(accumulate, plgpu.ACC((ROWS, config.keys), jnp.float32))
             pl.when(is_last)(lambda: plgpu.barrier_arrive(s.keys_read.at[slot]))
-            if final:
-                plgpu.barrier_arrive(s.queries_read.at[buffer])
-                scores = self.without_padding(scores, unit.length - t * tile)
+            return scores
+
+        def add(t, scores, state):
+            """Adds the values of tile t to the sums, after it has awaited the turn."""
+            slot = self.slot(unit.entry + t)
             # The scores of a row are multiplied by log2(e) / sqrt(D), because exp2 is one
             # instruction.
-            larger = jnp.maximum(largest, scores.max(axis=1) * factor)
-            shrink = jnp.exp2(largest - larger)
-            p = jnp.exp2(scores * factor - of_rows(larger, scores))
-            total = total * shrink + p.sum(axis=1)
+            largest = jnp.maximum(state.largest, scores.max(axis=1) * factor)
+            shrink = jnp.exp2(state.largest - largest)
+            p = jnp.exp2(scores * factor - of_rows(largest, scores))
+            total, p = state.total * shrink + p.sum(axis=1), p.astype(jnp.bfloat16)
+            # The softmax is complete before the turn is awaited.
+            p, shrink, largest, total = lax.optimization_barrier((p, shrink, largest, total))
             pl.when(is_first)(lambda: plgpu.barrier_wait(s.values_arrived.at[slot]))
-            added = self.weigh(p.astype(jnp.bfloat16), slot)
+            plgpu.barrier_wait(s.turn.at[consumer])
+            sums = self.weigh(p, slot)
             pl.when(is_last)(lambda: plgpu.barrier_arrive(s.values_read.at[slot]))
-            sums = [x * of_rows(shrink, x) + y for x, y in zip(sums, added)]
-            return sums, larger, total
+            if self.config.tiles(self.shape) > 1:
+                sums = [x * of_rows(shrink, x) + y for x, y in zip(state.sums, sums)]
+            return State(sums, largest, total)
 
-        def one_a_row(value):
-            return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ONE_A_ROW)
+        def step(t, carry):
+            scores, state = carry
+            state = add(t, scores, state)
+            return multiply(t + 1), state
 
-        carry = self.zeros(), one_a_row(-jnp.inf), one_a_row(0)
-        if self.config.tiles(self.shape) > 1:
-            step = functools.partial(attend_tile, final=False)
+        def store_previous():
+            pl.when(unit.round + number > 0)(lambda: self.finish(previous, consumer))
+
+        plgpu.barrier_wait(s.queries_arrived.at[buffer])
+        carry = multiply(0, store_previous), State(self.zeros(), one_a_row(-jnp.inf), one_a_row(0))
+        if config.tiles(self.shape) > 1:
             carry = lax.fori_loop(0, unit.tiles - 1, step, carry)
-        sums, _, total = attend_tile(unit.tiles - 1, carry, final=True)
-        inverse = 1 / total
-        return [x * of_rows(inverse, x) for x in sums]
+        plgpu.barrier_arrive(s.queries_read.at[buffer])
+        scores, state = carry
+        final = unit.tiles - 1
+        scores = self.without_padding(scores, unit.length - final * config.keys)
+        state = add(final, scores, state)
+        return Result(state.sums, state.total, unit.index, number)
 
-    def multiply(self, buffer: Any, slot: Any) -> jax.Array:
-        """Computes the scores [ROWS, keys] of the queries in a buffer and the keys in a slot."""
-
-        def accumulate(accumulator):
-            for q, k in zip(self.s.queries, self.s.keys):
-                q, k = self.views(q).multiplied.at[buffer], self.views(k).multiplied.at[slot]
-                plgpu.wgmma(accumulator, q, k.T)
-            plgpu.wgmma_wait(0)
-            return accumulator[...]
-
-        return pl.run_scoped(accumulate, plgpu.ACC((ROWS, self.config.keys), jnp.float32))
+    def finish(self, result: Result, consumer: Any) -> None:
+        """Divides sums by their totals and stores them."""
+        inverse = 1 / result.total
+        y = [x * of_rows(inverse, x) for x in result.sums]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.write(y, self.s.results, consumer)
+        self.store(self.s.results, consumer, result.index, result.number)
 
     def without_padding(self, scores: jax.Array, inside: Any) -> jax.Array:
         """Replaces the scores of keys from `inside` on by -infinity."""
@@ -519,15 +663,18 @@ class Worker:
         kinds = [plgpu.ACC((ROWS, width), jnp.float32) for _, width in self.shape.parts]
         return pl.run_scoped(accumulate, *kinds)
 
-    def store(self, y: list[jax.Array], consumer: Any, unit: Unit, row: Any) -> None:
-        """Rounds and stores rows of a head. TMA leaves out the rows beyond S."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for part, memory in zip(y, self.s.results):
-            self.views(memory).multiplied.at[consumer][...] = part.astype(jnp.bfloat16)
+    def write(self, y: list[jax.Array], memory: Any, consumer: Any) -> None:
+        """Rounds the parts of rows to `memory[consumer]`."""
+        for part, rows in zip(y, memory):
+            self.views(rows).multiplied.at[consumer][...] = part.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        for i, memory in enumerate(self.s.results):
-            target = self.part(self.operands.y, unit, row, ROWS, i)
-            plgpu.copy_smem_to_gmem(self.views(memory).copied.at[consumer], target)
+
+    def store(self, memory: Any, consumer: Any, index: Any, number: Any) -> None:
+        """Stores `memory[consumer]` as the rows of a pass. TMA leaves out the rows beyond S."""
+        place = self.rows(self.place(index), number, consumer)
+        for i, rows in enumerate(memory):
+            target = self.part(self.operands.y, place, ROWS, i)
+            plgpu.copy_smem_to_gmem(self.views(rows).copied.at[consumer], target)
 
 
 class Interpreted(Worker):
@@ -550,6 +697,11 @@ class Interpreted(Worker):
 def of_rows(values: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcasts one number a row to an array [rows, columns]."""
     return lax.broadcast_in_dim(values, like.shape, (0,))
+
+
+def one_a_row(value: float) -> jax.Array:
+    """Returns [ROWS] numbers of equal value."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ONE_A_ROW)
 
 
 def await_reuse(read: Any, number: Any, copies: int) -> None:

@@ -50,7 +50,6 @@ def programs() -> dict[str, list[int]]:
     from pallas_patch_embed.base import lowering
     from pallas_patch_embed.base.chips import H200, Target
     from pallas_patch_embed.embed.embedder import embedding_on
-    from pallas_patch_embed.layers import attention
 
     encoder, _ = draw("B/16 224", "bfloat16", "bfloat16")
     found = {}
@@ -71,9 +70,7 @@ def programs() -> dict[str, list[int]]:
         arguments = jax.tree.map(on_mesh, encoder), on_mesh(images, "batch"), {}
         ways = {"embed": embedding_on(mesh), "jit": lambda encoder, x, _: encoder(x)}
         for name, function in ways.items():
-            served = [(64, range(196, 197), attention.Config(2, 256, 2))]
             with (
-                mock.patch.object(attention, "SERVED", served),
                 mock.patch.object(lowering, "target_of", lambda *_: Target("cuda", H200)),
                 jax.default_device(topology.devices[0]),
             ):

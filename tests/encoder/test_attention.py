@@ -20,7 +20,10 @@ from pallas_patch_embed.layers.attention_sm90 import Config, Shape
 from tests.encoder.attention_kernels import MULTIPROCESSORS
 from tests.kernels.emulated import ALLOWED
 from tests.ptx_emulator import mosaic
-from tests.repository import environment
+from tests.repository import ROOT, environment
+
+# Times on an H200, of `python -m benchmarks.attention --chosen`.
+RECORD = ROOT / "benchmarks" / "h200" / "attention.jsonl"
 
 
 def draw(shape, kind="normal", seed=0):
@@ -99,7 +102,7 @@ LENGTHS = [0, 1, 128, 129, 1000]
 # Shapes of encoders, each with the config that serves it.
 ENCODERS = {
     "B-16 224": [512, 196, 12, 64, 2, 256, 2, False],
-    "So400m-14 384": [64, 729, 16, 72, 2, 128, 3, False],
+    "So400m-14 384": [64, 729, 16, 72, 3, 128, 2, False],
     "L-16 384": [256, 576, 16, 64, 3, 128, 3, False],
     "NaFlex": [64, 1024, 16, 72, 2, 128, 3, True],
 }
@@ -204,15 +207,18 @@ def test_a_config_that_cannot_serve_is_refused(config, text):
 
 # The primitive
 
-SERVED = [(64, range(100, 201), Config(2, 256, 2)), (72, range(729, 730), Config(2, 128, 3))]
+SERVED = {False: {64: range(100, 201), 72: range(729, 730)}, True: {64: range(196, 197)}}
+MANY = 300  # Images that have enough units of work.
 SHORT, LONG = (4, 196, 2, 64), (2, 729, 2, 72)
 
 
 @pytest.mark.parametrize(
     "shape, dtype, target, name, text",
     [
-        (SHORT, "bfloat16", Target("cuda", H200), "mosaic_sm90", ""),
-        (LONG, "bfloat16", Target("cuda", H200), "mosaic_sm90", ""),
+        ((MANY, *SHORT[1:]), "bfloat16", Target("cuda", H200), "mosaic_sm90", ""),
+        ((MANY, *LONG[1:]), "bfloat16", Target("cuda", H200), "mosaic_sm90", ""),
+        (SHORT, "bfloat16", Target("cuda", H200), "cudnn", "have 8 units of work, fewer than 528"),
+        ((0, *SHORT[1:]), "bfloat16", Target("cuda", H200), "cudnn", "have 0 units of work"),
         (
             (4, 201, 2, 64),
             "bfloat16",
@@ -221,7 +227,6 @@ SHORT, LONG = (4, 196, 2, 64), (2, 729, 2, 72)
             "measured to be faster for 201 tokens",
         ),
         ((4, 196, 2, 72), "bfloat16", Target("cuda", H200), "cudnn", "heads of 72 channels"),
-        ((0, 196, 2, 64), "bfloat16", Target("cuda", H200), "cudnn", "not measured"),
         ((4, 1, 2, 64), "bfloat16", Target("cuda", H200), "xla", "one query"),
         ((4, 196, 2, 136), "bfloat16", Target("cuda", H200), "xla", "heads have 136 channels"),
         ((4, 196, 2, 44), "bfloat16", Target("cuda", H200), "xla", "not a multiple of 8"),
@@ -239,10 +244,39 @@ def test_the_program_is_chosen_with_a_reason(monkeypatch, shape, dtype, target, 
     assert (chosen.config is None) == bool(chosen.reason) == (name != "mosaic_sm90")
 
 
-def test_every_served_shape_has_a_config_that_fits():
-    for head, tokens, config in attention.SERVED:
-        for S in (tokens[0], tokens[-1]):
-            config.check(Shape(1, S, 1, head), H200)
+@pytest.mark.parametrize("lengths", [False, True])
+def test_every_served_shape_has_a_config_that_fits(lengths):
+    for D, tokens in attention.SERVED[lengths].items():
+        for S in tokens:
+            config = attention_sm90.choose(Shape(1, S, 1, D), H200, lengths=lengths)
+            assert config.fits(Shape(1, S, 1, D), H200, lengths=lengths)
+            if lengths:  # Small tiles follow the lengths.
+                assert config.consumers == 2 and config.keys <= 128
+
+
+def test_the_kernel_serves_only_where_it_was_measured_to_be_faster():
+    rows = map(json.loads, RECORD.read_text().splitlines())
+    times = {}
+    for row in rows:
+        if row["kind"] == "attention":
+            key = (tuple(row["shape"]), row["mix"] is not None)
+            times.setdefault((*key, row["mix"]), {})[row["program"]] = row["burst"]
+    served = {lengths: set() for lengths in attention.SERVED}
+    for (shape, lengths, _), found in times.items():
+        q = jax.ShapeDtypeStruct(shape, "bfloat16")
+        chosen = attention.program_for(q, Target("cuda", H200), lengths=lengths)
+        if chosen.config is not None:
+            name = ",".join(map(str, dataclasses.astuple(chosen.config)))
+            assert found[name] < found["cudnn"]
+            served[lengths].add((shape[3], shape[1]))
+    for lengths, heads in attention.SERVED.items():
+        for D, tokens in heads.items():
+            assert {(D, tokens[0]), (D, tokens[-1])} <= served[lengths]
+
+
+def test_a_head_that_no_config_fits_is_refused():
+    with pytest.raises(NotImplementedError, match="no config fits heads of 136 channels"):
+        attention_sm90.choose(Shape(1, 196, 1, 136), H200, lengths=False)
 
 
 def attend(q, k, v, lengths=None):
@@ -251,6 +285,7 @@ def attend(q, k, v, lengths=None):
 
 def calls_of_the_kernel(monkeypatch, function, *arrays):
     monkeypatch.setattr(attention, "SERVED", SERVED)
+    monkeypatch.setattr(attention, "FEWEST_UNITS", 0)
     monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
     text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     return text.count("@mosaic_gpu_v2")

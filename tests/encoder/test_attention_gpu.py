@@ -26,8 +26,8 @@ pytestmark = [
 ]
 
 CONFIGS = {
-    64: [Config(2, 256, 2), Config(2, 192, 2), Config(3, 128, 3), Config(2, 64, 4)],
-    72: [Config(2, 128, 3), Config(2, 64, 4)],
+    64: [Config(2, 256, 2), Config(2, 128, 3), Config(3, 128, 3), Config(2, 64, 4)],
+    72: [Config(3, 128, 2), Config(2, 128, 3), Config(2, 64, 4)],
     80: [Config(2, 128, 3), Config(3, 64, 3)],
     96: [Config(2, 64, 4), Config(3, 64, 2)],
     128: [Config(2, 64, 4)],
@@ -121,6 +121,24 @@ def test_the_result_has_nan_only_where_the_formula_has_it():
     wanted = np.isnan(np.asarray(attention.formula(q, k, v), np.float32))
     np.testing.assert_array_equal(y, wanted)
     assert wanted.any() and not wanted.all()
+
+
+@pytest.mark.parametrize("D", [64, 72, 128])
+def test_cudnn_takes_lengths(D):
+    operands = draw((5, 300, 2, D))
+    lengths = np.array([0, 1, 17, 299, 300], np.int32)
+    arrays = jax.device_put([*operands, lengths], gpu())
+    y = jax.jit(attention.formula)(*arrays)
+    assert_near(y, operands, lengths)
+
+
+def test_the_derivative_is_that_of_the_formula():
+    operands = [jax.device_put(x, gpu()) for x in draw((2, 196, 2, 64))]
+    found, wanted = (
+        jax.jit(jax.grad(lambda q, k, v, f=f: f(q, k, v).astype(jnp.float32).sum()))(*operands)
+        for f in (attention.attention, lambda q, k, v: attention._by_jax(q, k, v, fused=False))
+    )
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
 SANITIZED = """
