@@ -28,7 +28,7 @@ from benchmarks import encoder as encoders
 from pallas_patch_embed.base.grids import largest_grid
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.embed.embedder import BY_CUBLAS
-from pallas_patch_embed.encoders.naflex import ALIGNMENT, first_fit
+from pallas_patch_embed.encoders.naflex import aligned, first_fit
 from pallas_patch_embed.siglip2 import Encoder, batch_naflex, pack_naflex
 
 type Size = tuple[int, int]  # Height and width in pixels.
@@ -98,7 +98,7 @@ def grids(mix: str, pictures: int, most: int, kept: bool) -> list[Size]:
 def fills(drawn: list[Size], most: int) -> tuple[float, float]:
     """Returns how full a padded batch of these pictures is, and how full rows are."""
     lengths = [math.prod(grid) for grid in drawn]
-    row = PICTURES_A_ROW * (-(-most // ALIGNMENT) * ALIGNMENT)
+    row = PICTURES_A_ROW * aligned(most)
     _, rows = first_fit(lengths, row)
     return sum(lengths) / (len(lengths) * most), sum(lengths) / (rows * row)
 

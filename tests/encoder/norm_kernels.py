@@ -68,8 +68,8 @@ def programs() -> dict[str, list[int]]:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         images = jax.ShapeDtypeStruct((512 * devices, 224, 224, 3), "uint8")
-        arguments = jax.tree.map(on_mesh, encoder), on_mesh(images, "batch"), {}
-        ways = {"embed": embedding_on(mesh), "jit": lambda encoder, x, _: encoder(x)}
+        arguments = jax.tree.map(on_mesh, encoder), on_mesh(images, "batch")
+        ways = {"embed": embedding_on(mesh), "jit": lambda encoder, x: encoder(x)}
         for name, function in ways.items():
             served = [(64, range(196, 197), attention.Config(2, 256, 2))]
             with (
