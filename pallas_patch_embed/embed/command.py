@@ -164,7 +164,7 @@ def run(
         )
 
         def provenance_for(embedder: AnyEmbedder) -> Provenance:
-            decoder = None
+            decoder, row = None, None
             if isinstance(embedder, TextEmbedder):
                 preprocessing = embedder.preprocessing
             else:
@@ -178,6 +178,8 @@ def run(
                     progress.say(f"Pictures are resized on the host: {embedder.not_resized}.")
                 if embedder.resizer is not None:
                     decoder = jpeg.version()
+                if embedder.row is not None:
+                    row = embedder.row._asdict()
             hashed = CheckpointHash(checkpoint, deciding)
             settings = Settings(
                 checkpoint_sha256=hashed.sha256,
@@ -191,6 +193,7 @@ def run(
                 output=options.output,
                 tower="text" if texts else "vision",
                 text_column=options.text_column,
+                packed=row is not None,
             )
             # On a cluster the driver does not know the devices.
             device = embedder.device_kind if options.ray is None else None
@@ -201,6 +204,7 @@ def run(
                 embedder.batch,
                 device,
                 hashed.is_that_of,
+                row,
                 decoder,
             )
 

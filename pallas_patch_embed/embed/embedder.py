@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from pallas_patch_embed.encoders.checkpoint import load_encoder_for_side, read_c
 from pallas_patch_embed.encoders.config import Config, check_size
 from pallas_patch_embed.encoders.encoder import Encoder, mean_of_patches
 from pallas_patch_embed.encoders.hub import find_checkpoint
-from pallas_patch_embed.encoders.naflex import batch_naflex
+from pallas_patch_embed.encoders.naflex import PackedImages, aligned, pack_naflex
 
 NOT_FINITE = "its embedding is not finite"
 
@@ -34,6 +34,11 @@ NOT_FINITE = "its embedding is not finite"
 # 94, 65, 58, 58 and 66 ms for an image of B/16 224 in batches of 1, 2, 4, 8 and 16 (AVX2), and 158,
 # 116, 110, 111 and 130 ms with AMX.
 BATCH, BATCH_ON_CPU = 64, 4
+
+# A row of NaFlex images has room for a batch of the largest ones, and a place more for each 16 of
+# them. Image processors enlarge pictures to nearly the largest number of patches
+# (docs/experiments/encoder.md), so further places would be empty, which costs time.
+PLACE_MORE = 16
 
 # Compiler options with which XLA lets cuBLAS apply bias, GELU and residual in its matrix products.
 # On an H200 64 or more images take 11 to 17% less time with them (docs/experiments/encoder.md).
@@ -92,6 +97,18 @@ class Decoder:
         return others | {"image": images, "reason": reasons}
 
 
+class Row(NamedTuple):
+    """The row of tokens in which a device computes the NaFlex images of a step.
+
+    Attributes:
+      tokens: its length.
+      places: the largest number of images in it.
+    """
+
+    tokens: int
+    places: int
+
+
 class Embedder:
     """Maps a batch of decoded pictures to embeddings. It loads the encoder once.
 
@@ -113,7 +130,7 @@ class Embedder:
     Class and register tokens are not patches' tokens. last_hidden_state includes the last norm,
     unless the encoder applies it to the pooled vector alone, as a CLIP does
     (`config.norm_after_pooling`). A NaFlex picture has as many patches as its own size gives,
-    without padding.
+    without padding: the patches of the pictures of a step are packed, as by `siglip2.pack_naflex`.
 
     Args:
       checkpoint: as the source of `load_encoder`: a path, or the name of a model on the Hugging
@@ -124,7 +141,8 @@ class Embedder:
       normalize: whether each vector of D elements is divided by its Euclidean norm.
       batch: number of images that one device computes at a time; None for the platform's default.
         Fewer images are padded to this number, so that one program computes all embeddings, and
-        they do not depend on the number of pictures.
+        they do not depend on the number of pictures. NaFlex images get a row with as many tokens
+        as this number of the largest ones, which has room for more that are smaller.
       resize: whether `start` takes whole pictures and resizes them on the "device", with the same
         pixels, or only images that were resized on the "host". "auto" for the device on GPUs, where
         it can.
@@ -137,7 +155,9 @@ class Embedder:
       width: D.
       most_bytes: largest size of an embedding in bytes.
       batch: number of images that one device computes at a time.
-      rows: number of images in a step, `batch` for each device.
+      rows: number of images in a step, `batch` for each device; of NaFlex images the number that
+        fits whatever their sizes are.
+      row: the row of tokens of a device for NaFlex images; None for images of one size.
       device_kind: kind of the devices.
       resizer: what resizes whole pictures on the devices; None if the host does.
       not_resized: why the GPUs do not resize pictures, if `resize` is "auto"; "" if they do.
@@ -185,6 +205,10 @@ class Embedder:
         self.most_bytes = patches * self.width * np.dtype(np.float32).itemsize
         mesh, self.batch = batch_on_devices(batch)
         self.rows = self.batch * mesh.size
+        self.row: Row | None = None
+        if config.naflex:
+            largest = aligned(self.preprocessing.max_num_patches)
+            self.row = Row(self.batch * largest, self.batch + self.batch // PLACE_MORE)
         self.device_kind = mesh.devices.flat[0].device_kind
         self._split = NamedSharding(mesh, PartitionSpec("batch"))
         self.resizer, self.not_resized = None, ""
@@ -200,10 +224,16 @@ class Embedder:
         chosen = output if layer is None else f"layer:{layer}"
         self._compute = jax.jit(embedding_on(mesh, chosen), compiler_options=options)
 
+    def fitting(self, images: Sequence[np.ndarray]) -> int:
+        """Returns how many of the images, from the first one on, one step embeds."""
+        if self.row is None:
+            return min(len(images), self.rows)
+        return sum(map(len, self._divided(images, self.row)))
+
     def start(
         self, images: Sequence[np.ndarray], whole: Sequence[bool] = ()
     ) -> Callable[[], np.ndarray]:
-        """Starts to embed n <= `rows` images.
+        """Starts to embed n images, at most as many as `fitting` says.
 
         Args:
           images: images or whole pictures, arrays [H, W, 3] uint8.
@@ -212,34 +242,75 @@ class Embedder:
         Returns:
           A function that waits for the embeddings and returns them, [n, *shape] float32, or an
           array of n arrays if their shapes differ.
+
+        Raises:
+          ValueError: there are more images, or an image has more patches than the preprocessing
+            allows.
         """
-        n, shapes = len(images), list(map(self._shape_for, images))
+        if len(images) > (most := self.fitting(images)):
+            raise ValueError(f"Embedder.start: {len(images)} images, expected at most {most}.")
+        if self.row is not None:
+            return self._start_packed(images, self.row)
+        n = len(images)
         padded = [*images, *[images[0]] * (self.rows - n)]
-        if self.encoder.config.naflex:
-            # The mask is the encoder's default.
-            patches, grids, _ = batch_naflex(
-                padded, self.encoder.config, self.preprocessing.max_num_patches
-            )
-            patches, grids = jax.device_put((patches, grids), self._split)
-            computed = self._compute(self.encoder, patches, dict(spatial_shapes=grids))
+        if any(whole):
+            assert self.resizer is not None
+            stacked = self.resizer(padded, [*whole, *[whole[0]] * (self.rows - n)])
         else:
-            if any(whole):
-                assert self.resizer is not None
-                stacked = self.resizer(padded, [*whole, *[whole[0]] * (self.rows - n)])
-            else:
-                stacked = jax.device_put(np.stack(padded), self._split)
-            computed = self._compute(self.encoder, stacked, {})
+            stacked = jax.device_put(np.stack(padded), self._split)
+        computed = self._compute(self.encoder, stacked)
 
         def finish() -> np.ndarray:
             result = np.asarray(computed[:n], np.float32)
-            if None in self.shape:
-                parts = (row[: math.prod(shape[:2])] for row, shape in zip(result, shapes))
-                result = column([part.reshape(shape) for part, shape in zip(parts, shapes)])
-            else:
-                result = result.reshape(n, *shapes[0])
-            return column(list(map(normalized, result))) if self._normalize else result
+            return self._normalized(result.reshape(n, *self._shape_for(images[0])))
 
         return finish
+
+    def _start_packed(self, images: Sequence[np.ndarray], row: Row) -> Callable[[], np.ndarray]:
+        """Starts to embed NaFlex images that are packed into a row for each device."""
+        config, most = self.encoder.config, self.preprocessing.max_num_patches
+        parts = self._divided(images, row)
+        packs = [
+            pack_naflex(part, config, most, tokens=row.tokens, rows=1, number=row.places)
+            for part in parts
+        ]
+        computed = self._compute(self.encoder, jax.tree.map(self._on_devices, *packs))
+
+        def finish() -> np.ndarray:
+            found: list[np.ndarray] = []
+            of_devices = np.split(np.asarray(computed, np.float32), len(packs))
+            for part, pack, result in zip(parts, packs, of_devices):
+                embeddings = pack.unpack(result) if None in self.shape else result
+                found += list(embeddings[: len(part)])
+            return self._normalized(column(found))
+
+        return finish
+
+    def _divided(self, images: Sequence[np.ndarray], row: Row) -> list[list[np.ndarray]]:
+        """Divides NaFlex images among the devices in their order, as long as there is room."""
+        parts: list[list[np.ndarray]] = [[] for _ in range(self._split.mesh.size)]
+        device, used = 0, 0
+        for image in images:
+            height, width = (side // self.encoder.config.patch for side in image.shape[:2])
+            # `pack_naflex` refuses an image that has more patches.
+            tokens = aligned(min(height * width, self.preprocessing.max_num_patches))
+            if used + tokens > row.tokens or len(parts[device]) == row.places:
+                device, used = device + 1, 0
+                if device == len(parts):
+                    break
+            parts[device].append(image)
+            used += tokens
+        return parts
+
+    def _on_devices(self, *parts: np.ndarray) -> jax.Array:
+        """Copies each part to its device, and returns them as one array."""
+        devices = self._split.mesh.devices.flat
+        copied = [jax.device_put(part, device) for part, device in zip(parts, devices)]
+        shape = (sum(map(len, parts)), *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self._split, copied)
+
+    def _normalized(self, embeddings: np.ndarray) -> np.ndarray:
+        return column(list(map(normalized, embeddings))) if self._normalize else embeddings
 
     def _shape_for(self, image: np.ndarray) -> tuple[int, ...]:
         """Returns the shape of the embedding of an image."""
@@ -252,8 +323,10 @@ class Embedder:
         chosen = [i for i, reason in enumerate(reasons) if not reason]
         images = [np.asarray(image) for image in batch["image"]]
         embeddings: list[np.ndarray] = [np.empty(0)] * n
-        for begin in range(0, len(chosen), self.rows):
-            part = chosen[begin : begin + self.rows]
+        rest = chosen
+        while rest:
+            number = self.fitting([images[i] for i in rest])
+            part, rest = rest[:number], rest[number:]
             for i, embedding in zip(part, self.start([images[i] for i in part])()):
                 embeddings[i], reasons[i] = embedding, why_not_written(embedding)
         for i in set(range(n)) - set(chosen):
@@ -307,11 +380,12 @@ def _check_tokens(output: str, config: Config, checkpoint: Path) -> None:
 
 def embedding_on(
     mesh: Mesh, output: str = "pooled"
-) -> Callable[[Encoder, jax.Array, dict[str, Any]], jax.Array]:
+) -> Callable[[Encoder, jax.Array | PackedImages], jax.Array]:
     """Returns a function that embeds a part of a batch on each device of the mesh's axis "batch".
 
-    Its arguments are an encoder, its images or patches, and its other array arguments. It returns
-    [n, D] or, of patches, [n, S, D]. XLA would partition the encoder without the kernel for layer
+    Its arguments are an encoder, and images or for a NaFlex encoder a row of packed images for each
+    device. It returns [n, D] for n images or places of a row; or, of patches, [n, S, D] for images
+    and [devices, T, D] for rows. XLA would partition the encoder without the kernel for layer
     norms.
 
     Args:
@@ -320,8 +394,14 @@ def embedding_on(
         is not used if N is 0.
     """
 
-    def embedding(encoder: Encoder, images: jax.Array, naflex: dict[str, Any]) -> jax.Array:
-        found = encoder(images, **naflex, layers=(0,) if output == "layer:0" else ())
+    def embedding(encoder: Encoder, images: jax.Array | PackedImages) -> jax.Array:
+        kept = (0,) if output == "layer:0" else ()
+        segments = None
+        if isinstance(images, PackedImages):
+            segments = images.segments
+            found = encoder.packed(images, layers=kept)
+        else:
+            found = encoder(images, layers=kept)
         (tokens,) = found.hidden_states or (found.last_hidden_state,)
         match output:
             case "pooled":
@@ -329,15 +409,16 @@ def embedding_on(
                 assert pooled is not None  # Embedder refuses encoders without pooling.
                 return pooled
             case "mean":
-                lengths = naflex["spatial_shapes"].prod(1) if naflex else None
-                return mean_of_patches(tokens, encoder.config, lengths=lengths)
+                if segments is None:
+                    return mean_of_patches(tokens, encoder.config)
+                of_images = segments.gather(tokens)
+                return mean_of_patches(of_images, encoder.config, lengths=segments.lengths)
             case "class":
                 return tokens[:, 0]
         return tokens[:, encoder.config.prefix :]
 
     split = PartitionSpec("batch")
-    specs = (PartitionSpec(), split, split)
-    return jax.shard_map(embedding, mesh=mesh, in_specs=specs, out_specs=split)
+    return jax.shard_map(embedding, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=split)
 
 
 def column(arrays: Sequence[np.ndarray]) -> np.ndarray:

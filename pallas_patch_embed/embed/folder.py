@@ -323,8 +323,9 @@ class Folder:
 
     def _say_rounding(self) -> None:
         """Says if the embeddings of this run may be rounded differently than those of the first."""
+        sizes = {"batch": OLD_BATCH, "packed_row": None}
         first, now = (
-            about["versions"] | {"batch": about.get("batch", OLD_BATCH)}
+            about["versions"] | {name: about.get(name, old) for name, old in sizes.items()}
             for about in (read_manifest(self._place), self.about)
         )
         # A package that is not used any more is one that has changed.

@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_patch_embed.embed.changes import Changes
 from pallas_patch_embed.embed.decoders import Decoders, batches_ahead
-from pallas_patch_embed.embed.embedder import why_not_written
+from pallas_patch_embed.embed.embedder import Embedder, why_not_written
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.ledger import State, key
 from pallas_patch_embed.embed.options import Options, default_workers
@@ -45,27 +45,41 @@ def run(
       options: the options of the run.
     """
     embedding: collections.deque[Embedding] = collections.deque()
+    waiting: list[tuple[Entry, Decoded]] = []
+    # Pictures whose sizes decide how many of them a step embeds are collected until it is full.
+    packing = None
+    if isinstance(embedder, Embedder) and embedder.row is not None:
+        packing = embedder
 
     def fail(entry: Entry, why: str) -> None:
         output.fail(entry, why)
         progress.failed(entry.id, why)
 
-    def start(batch: Sequence[Entry], results: Sequence[Decoded | str]) -> None:
-        entries, images, whole = [], [], []
+    def receive(batch: Sequence[Entry], results: Sequence[Decoded | str]) -> None:
         for entry, result in zip(batch, results):
             if isinstance(result, str):
                 fail(entry, result)
                 continue
             progress.notes.update(result.notes)
-            entries.append(described(entry, result.origin))
-            images.append(result.image)
-            whole.append(result.whole)
-        if images:
+            if packing is not None:  # It may wait for the next batch, whose images replace it.
+                result = result._replace(image=result.image.copy())
+            waiting.append((described(entry, result.origin), result))
+
+    def start(last: bool) -> None:
+        """Starts to embed the pictures that wait, except for less than a step before the last."""
+        while waiting:
+            images = [decoded.image for _, decoded in waiting]
+            number = len(images) if packing is None else packing.fitting(images)
+            if packing is not None and number == len(images) and not last:
+                return
+            entries = [entry for entry, _ in waiting[:number]]
             if isinstance(embedder, TextEmbedder):
                 finish = embedder.start(images)
             else:
-                finish = embedder.start(images, whole)
+                whole = [decoded.whole for _, decoded in waiting[:number]]
+                finish = embedder.start(images[:number], whole)
             embedding.append((entries, finish))
+            del waiting[:number]
 
     def finish_oldest() -> None:
         entries, finish = embedding.popleft()
@@ -93,9 +107,11 @@ def run(
         decoding = Decoders(preprocessing, workers, Budget(), embedder.rows)
     with decoding as decoders:
         for batch, results in decoders.decode(new):
-            start(batch, results)
-            if len(embedding) > COMPUTED_AHEAD:
+            receive(batch, results)
+            start(last=False)
+            while len(embedding) > COMPUTED_AHEAD:
                 finish_oldest()
+    start(last=True)
     while embedding:
         finish_oldest()
 

@@ -56,6 +56,7 @@ class Settings:
       output: what an embedding is, as for `Embedder`.
       tower: "vision" for embeddings of pictures, or "text".
       text_column: column of parquet files with the texts; None for the only one.
+      packed: whether the patches of pictures are packed, as those of NaFlex encoders are.
     """
 
     checkpoint_sha256: str
@@ -69,6 +70,7 @@ class Settings:
     output: str = "pooled"
     tower: str = "vision"
     text_column: str | None = None
+    packed: bool = False
 
 
 # Settings that manifests of an earlier version lack, with the values that they had then.
@@ -78,6 +80,7 @@ ABSENT: dict[str, Any] = {
     "output": "pooled",
     "tower": "vision",
     "text_column": None,
+    "packed": False,
 }
 
 
@@ -91,6 +94,12 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
             changes.append(
                 "this version of the package computes other embeddings with weights in "
                 f"{wanted['patch_dtype']}, which it does not mix with earlier ones"
+            )
+        elif name == "packed" and value:
+            changes.append(
+                "this version of the package packs NaFlex pictures, and does not mix their "
+                "embeddings with those of pictures that were padded, which may be rounded "
+                "differently"
             )
         else:
             changes.append(f"{name} was {quoted(was)} and is now {quoted(value)}")
@@ -136,6 +145,8 @@ class Provenance:
       batch: number of pictures that a device computes at a time, which affects rounding.
       device: kind of the device; None if it is not known.
       recognizes: function that tells whether a hash in a manifest is that of this checkpoint.
+      packed_row: the tokens and places of a device's row of NaFlex pictures, which affect rounding,
+        too; None for other encoders.
       simplejpeg: version of simplejpeg, which decodes JPEG pictures that the device resizes; None
         if it is not used.
     """
@@ -146,6 +157,7 @@ class Provenance:
     batch: int
     device: str | None
     recognizes: Callable[[str], bool]
+    packed_row: dict[str, int] | None = None
     simplejpeg: str | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -156,6 +168,7 @@ class Provenance:
             "settings": dataclasses.asdict(self.settings),
             "options": dataclasses.asdict(self.options),
             "batch": self.batch,
+            "packed_row": self.packed_row,
             "device": self.device,
             "versions": versions() | decoder,
         }

@@ -378,12 +378,9 @@ def _encode_patches(
 @functools.partial(jax.jit, static_argnames="kept")
 def _encode_packed(encoder: Encoder, images: PackedImages, kept: tuple[int, ...]) -> EncoderOutput:
     R, T, _ = images.patches.shape
-    sides = images.spatial_shapes.astype(jnp.int32)
-    row, start = jnp.split(images.starts.astype(jnp.int32), 2, axis=1)
-    longest = images.max_num_patches
-    segments = Segments((row * T + start)[:, 0], sides.prod(1), longest)
+    sides, segments = images.spatial_shapes.astype(jnp.int32), images.segments
     # The number of each token in its image and the image's grid; padding is like the first token.
-    token = lax.broadcasted_iota(jnp.int32, (len(sides), longest), 1)
+    token = lax.broadcasted_iota(jnp.int32, (len(sides), images.max_num_patches), 1)
     height, width = (jnp.broadcast_to(x, token.shape) for x in jnp.split(sides, 2, axis=1))
     token, height, width = (segments.scatter(x, R, T) for x in (token, height, width))
     assert encoder.positions is not None  # NaFlex encoders have positions.

@@ -17,6 +17,7 @@ from pallas_patch_embed.base.array_arguments import AnyArray, as_array
 from pallas_patch_embed.base.grids import largest_grid
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import Config
+from pallas_patch_embed.layers.attention import Segments
 from pallas_patch_embed.patch_embedding.patches import Encoding, encode
 
 
@@ -57,6 +58,11 @@ def batch_naflex(
 ALIGNMENT = 8
 
 
+def aligned(patches: int) -> int:
+    """Returns the number of tokens that an image of so many patches takes in a row."""
+    return -(-patches // ALIGNMENT) * ALIGNMENT
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("patches", "spatial_shapes", "starts"),
@@ -84,6 +90,14 @@ class PackedImages:
     def fill(self) -> float:
         """The part of the tokens that are patches."""
         return float(np.asarray(self.spatial_shapes).prod(1).sum() / self.patches[..., 0].size)
+
+    @property
+    def segments(self) -> Segments:
+        """Where the tokens of each image are."""
+        row, start = jnp.split(self.starts.astype(jnp.int32), 2, axis=1)
+        first = (row * self.patches.shape[1] + start)[:, 0]
+        lengths = self.spatial_shapes.astype(jnp.int32).prod(1)
+        return Segments(first, lengths, self.max_num_patches)
 
     def unpack(self, tokens: Any) -> list[Any]:
         """Splits rows of tokens [R, T, ...] into those of each image [height, width, ...]."""
@@ -172,7 +186,7 @@ def pack_naflex(
       ValueError: as for `batch_naflex`, or the images do not fit.
     """
     L = _check_batch("pack_naflex", config, max_num_patches)
-    least = -(-L // ALIGNMENT) * ALIGNMENT
+    least = aligned(L)
     T = 8 * least if tokens is None else _positive("pack_naflex: tokens", tokens)
     if T < least:
         raise ValueError(
@@ -214,7 +228,7 @@ def first_fit(lengths: Sequence[int], tokens: int) -> tuple[list[tuple[int, int]
         if row == len(ends):
             ends.append(0)
         places[i] = row, ends[row]
-        ends[row] += -(-lengths[i] // ALIGNMENT) * ALIGNMENT
+        ends[row] += aligned(lengths[i])
     return places, len(ends)
 
 

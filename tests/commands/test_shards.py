@@ -317,6 +317,7 @@ def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
         "output": "pooled",
         "tower": "vision",
         "text_column": None,
+        "packed": False,
     }
 
 

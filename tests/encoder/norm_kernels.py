@@ -67,8 +67,8 @@ def programs() -> dict[str, list[int]]:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         images = jax.ShapeDtypeStruct((512 * devices, 224, 224, 3), "uint8")
-        arguments = jax.tree.map(on_mesh, encoder), on_mesh(images, "batch"), {}
-        ways = {"embed": embedding_on(mesh), "jit": lambda encoder, x, _: encoder(x)}
+        arguments = jax.tree.map(on_mesh, encoder), on_mesh(images, "batch")
+        ways = {"embed": embedding_on(mesh), "jit": lambda encoder, x: encoder(x)}
         for name, function in ways.items():
             with (
                 mock.patch.object(lowering, "target_of", lambda *_: Target("cuda", H200)),

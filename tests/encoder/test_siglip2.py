@@ -265,17 +265,21 @@ def test_an_encoder_fits_programs_that_were_exported_before_other_families():
 def test_embed_divides_a_batch_among_the_devices(name):
     encoder = load(name)
     if name in FIXED:
-        x, more = np.concatenate([images(name)] * 2), {}
+        x = np.concatenate([images(name)] * 2)
+        wanted = encoder(x).pooler_output
     else:
-        x, shapes, mask = ppe.siglip2.batch_naflex(images(name)[:2], encoder.config, 64)
-        more = dict(spatial_shapes=shapes, mask=mask)
+        packs = [
+            ppe.siglip2.pack_naflex(part, encoder.config, 64, rows=1, number=3)
+            for part in (images(name)[:1], images(name)[1:])
+        ]
+        x = jax.tree.map(lambda *parts: np.concatenate(parts), *packs)
+        wanted = np.concatenate([encoder.packed(pack).pooler_output for pack in packs])
     mesh = Mesh(np.array(jax.devices()[:2]), ("batch",))
     replicated = jax.device_put(encoder, NamedSharding(mesh, P()))
-    arguments = jax.device_put((x, more), NamedSharding(mesh, P("batch")))
-    compiled = jax.jit(embedding_on(mesh)).lower(replicated, *arguments).compile()
+    divided = jax.device_put(x, NamedSharding(mesh, P("batch")))
+    compiled = jax.jit(embedding_on(mesh)).lower(replicated, divided).compile()
     assert not COLLECTIVE.search(compiled.as_text())
-    wanted = np.asarray(encoder(x, **more).pooler_output, np.float32)
-    assert relative_error(compiled(replicated, *arguments), wanted) < 1e-2
+    assert relative_error(compiled(replicated, divided), np.asarray(wanted, np.float32)) < 1e-2
 
 
 def test_a_call_donates_nothing_and_leaves_no_array_behind():
