@@ -218,7 +218,7 @@ class Encoder:
         """Says how the layers are computed, for B images of S tokens without a mask."""
         D = self.config.width // self.config.heads
         q = jax.ShapeDtypeStruct((B, S, self.config.heads, D), self.dtype)
-        chosen = program_for(q, target, lengths=self.config.naflex)
+        chosen = program_for(q, target, "lengths" if self.config.naflex else "whole")
         layer = f"attention {list(q.shape)} {self.dtype}"
         return (LayerProgram(layer, chosen.name, str(chosen.config or chosen.reason)),)
 

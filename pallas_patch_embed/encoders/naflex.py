@@ -18,6 +18,7 @@ from pallas_patch_embed.base.grids import largest_grid
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import Config
 from pallas_patch_embed.layers.attention import Segments
+from pallas_patch_embed.layers.attention_sm90 import PACKED_ROWS
 from pallas_patch_embed.patch_embedding.patches import Encoding, encode
 
 
@@ -53,9 +54,9 @@ def batch_naflex(
     return patches, spatial_shapes, mask
 
 
-# Images begin at multiples of 8 tokens in their rows, because the tensor cores and TMA work on 8
-# rows at a time.
-ALIGNMENT = 8
+# Images begin at multiples of so many tokens, because the attention's kernel stores so many at a
+# time.
+ALIGNMENT = PACKED_ROWS
 
 
 def aligned(patches: int) -> int:
@@ -77,7 +78,7 @@ class PackedImages:
         is.
       spatial_shapes: [N, 2] int32, height and width of each image in patches; 0, 0 for an image
         that only fills up the batch.
-      starts: [N, 2] int32, the row and the first token of each image.
+      starts: [N, 2] int32, the row and the first token of each image, a multiple of 8, as T is.
       max_num_patches: the largest number of patches that an image may have, which is static.
     """
 
@@ -117,9 +118,10 @@ class PackedImages:
                 f"{name}patches have dtype {patches.dtype}, expected floating-point pixels in "
                 f"[-1, 1]. {advice}"
             )
-        if patches.ndim != 3 or patches.shape[-1] != K:
+        if patches.ndim != 3 or patches.shape[-1] != K or patches.shape[1] % ALIGNMENT:
             raise ValueError(
-                f"{name}patches have shape {list(patches.shape)}, expected [R, T, {K}]. {advice}"
+                f"{name}patches have shape {list(patches.shape)}, expected [R, T, {K}], where T is "
+                f"a multiple of {ALIGNMENT}. {advice}"
             )
         shapes = sides.shape, starts.shape
         integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (sides, starts))
@@ -135,7 +137,8 @@ class PackedImages:
         lengths = sides.prod(1)
         ends = starts[:, 1] + lengths
         wrong = (sides < 0).any(1) | (lengths > self.max_num_patches) | (starts < 0).any(1)
-        wrong |= (lengths > 0) & ((starts[:, 0] >= R) | (ends > T))
+        unaligned = starts[:, 1] % ALIGNMENT > 0
+        wrong |= (lengths > 0) & ((starts[:, 0] >= R) | (ends > T) | unaligned)
         order = np.lexsort((starts[:, 1], starts[:, 0]))
         order = order[lengths[order] > 0]
         same_row = starts[order[:-1], 0] == starts[order[1:], 0]
@@ -145,7 +148,8 @@ class PackedImages:
             raise ValueError(
                 f"{name}image {i} has {sides[i].tolist()} patches from row and token "
                 f"{starts[i].tolist()} on, expected at most {self.max_num_patches} patches within "
-                f"{R} rows of {T} tokens, which no other image has. {advice}"
+                f"{R} rows of {T} tokens, from a multiple of {ALIGNMENT} on, which no other image "
+                f"has. {advice}"
             )
 
 
@@ -172,8 +176,8 @@ def pack_naflex(
 
     Args:
       images, config, max_num_patches: as for `batch_naflex`.
-      tokens: T, the length of a row, at least max_num_patches rounded up to a multiple of 8; by
-        default eight times as many.
+      tokens: T, the length of a row, a multiple of 8 and at least max_num_patches; by default
+        eight times max_num_patches rounded up to a multiple of 8.
       rows: R; by default as many as are needed.
       number: N; by default the number of images. With `rows` and `number` the shapes are the same
         for different images, so that they are encoded by the same program.
@@ -188,10 +192,10 @@ def pack_naflex(
     L = _check_batch("pack_naflex", config, max_num_patches)
     least = aligned(L)
     T = 8 * least if tokens is None else _positive("pack_naflex: tokens", tokens)
-    if T < least:
+    if T < least or T % ALIGNMENT:
         raise ValueError(
-            f"pack_naflex: tokens is {T}, expected at least {least}, the room for an image of "
-            f"max_num_patches = {L} patches."
+            f"pack_naflex: tokens is {T}, expected a multiple of {ALIGNMENT} and at least {least}, "
+            f"the room for an image of max_num_patches = {L} patches."
         )
     cut = list(_cut("pack_naflex", images, config, L))
     N = len(cut) if number is None else _positive("pack_naflex: number", number)

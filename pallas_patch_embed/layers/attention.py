@@ -34,10 +34,13 @@ CUDNN_LARGEST_HEAD = 128
 CAPABILITY = (9, 0)
 
 # Where the kernel was measured to be faster than cuDNN (benchmarks/h200/attention.jsonl): the
-# numbers of tokens, by the channels of a head, without and with lengths.
-SERVED = {
-    False: {64: range(50, 1025), 72: range(256, 730), 80: range(257, 258)},
-    True: {64: range(1024, 1025), 72: range(1024, 1025)},
+# numbers of tokens, by the channels of a head, for whole images, with lengths, and for segments,
+# which no measurement has been made of yet.
+Kind = Literal["whole", "lengths", "segments"]
+SERVED: dict[Kind, dict[int, range]] = {
+    "whole": {64: range(50, 1025), 72: range(256, 730), 80: range(257, 258)},
+    "lengths": {64: range(1024, 1025), 72: range(1024, 1025)},
+    "segments": {},
 }
 
 # The kernel gets at least this many units of work for each multiprocessor. For one image cuDNN is
@@ -66,7 +69,8 @@ class Segments(NamedTuple):
     """Where the tokens of images are among the tokens of rows that hold several images.
 
     Attributes:
-      first: [N] int32, the index of each image's first token among the R * T tokens of R rows.
+      first: [N] int32, the index of each image's first token among the R * T tokens of R rows, a
+        multiple of 8.
       lengths: [N] int32, the number of its tokens, at most `longest`.
       longest: a Python integer.
     """
@@ -125,20 +129,34 @@ def attention(
       [B, T, H, D] in the dtype of q.
     """
     if segments is not None:
-        y = attention(*map(segments.gather, (q, k, v)), lengths=segments.lengths)
-        return segments.scatter(y, *q.shape[:2])
+        first, lengths, longest = segments
+        return attention_p.bind(q, k, v, lengths, first, longest=longest)
     if mask is not None or causal or q.shape != k.shape:
         if lengths is not None:
             mask = prefix_mask(lengths, k.shape[1])
         return _by_jax(q, k, v, mask=mask, causal=causal)
-    return attention_p.bind(q, k, v, *(() if lengths is None else (lengths,)))
+    return attention_p.bind(q, k, v, *(() if lengths is None else (lengths,)), longest=None)
 
 
 def formula(
-    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array | None = None,
+    first: jax.Array | None = None,
+    *,
+    longest: int | None = None,
 ) -> jax.Array:
-    """Computes `attention` without a kernel; rows from `lengths` on are finite."""
-    return _by_jax(q, k, v, lengths=lengths)
+    """Computes `attention` without a kernel; rows from `lengths` on are finite.
+
+    With `first` and `longest`, the fields of `Segments`, each image is gathered for an attention
+    with lengths, for which there may be a kernel.
+    """
+    if first is None or lengths is None or longest is None:
+        return _by_jax(q, k, v, lengths=lengths)
+    segments = Segments(first, lengths, longest)
+    y = attention(*map(segments.gather, (q, k, v)), lengths=lengths)
+    return segments.scatter(y, *q.shape[:2])
 
 
 def prefix_mask(lengths: jax.Array, S: int) -> jax.Array:
@@ -196,10 +214,14 @@ def _refused_by_cudnn(q: Any) -> str:
     return "there is one query." if T == 1 else ""
 
 
-def program_for(q: Any, target: Target, *, lengths: bool = False) -> Choice:
-    """Chooses the program for queries, keys and values of one shape [B, S, H, D] on a target.
+def program_for(q: Any, target: Target, kind: Kind = "whole") -> Choice:
+    """Chooses the program for B images of S tokens.
 
-    `lengths` says whether the images have their own numbers of tokens.
+    Args:
+      q: what has the shape [B, S, H, D] and the dtype of the queries.
+      target: where the program runs.
+      kind: whether the images have all S tokens, or their own numbers of them, or are segments of
+        rows.
     """
     if target.platform != "cuda":
         return Choice("xla", "the program does not run on an NVIDIA GPU.")
@@ -212,10 +234,10 @@ def program_for(q: Any, target: Target, *, lengths: bool = False) -> Choice:
         return Choice("cudnn", "the kernel is for GPUs of compute capability 9.0.")
     B, S, H, D = q.shape
     shape = Shape(B, S, H, D)
-    if S not in SERVED[lengths].get(D, ()):
-        what = f"{S} tokens and heads of {D} channels" + (", with lengths" if lengths else "")
+    if S not in SERVED[kind].get(D, ()):
+        what = f"{S} tokens and heads of {D} channels" + f", with {kind}" * (kind != "whole")
         return Choice("cudnn", f"the kernel was not measured to be faster for {what}.")
-    config = attention_sm90.choose(shape, chip, lengths=lengths)
+    config = attention_sm90.choose(shape, chip, lengths=kind != "whole")
     units, fewest = B * H * config.units(shape), FEWEST_UNITS * chip.multiprocessors
     if units < fewest:
         return Choice("cudnn", f"the kernel would have {units} units of work, fewer than {fewest}.")
@@ -223,50 +245,64 @@ def program_for(q: Any, target: Target, *, lengths: bool = False) -> Choice:
 
 
 @attention_p.def_abstract_eval
-def _result_type(*operands):
-    (result,) = jax.make_jaxpr(formula)(*operands).out_avals
+def _result_type(*operands, longest):
+    (result,) = jax.make_jaxpr(functools.partial(formula, longest=longest))(*operands).out_avals
     return result
 
 
-def _differentiate(primals, tangents):
-    (q, k, v, *lengths), tangents = primals, map(ad.instantiate_zeros, tangents[:3])
+def _differentiate(primals, tangents, longest):
+    (q, k, v, *more), tangents = primals, map(ad.instantiate_zeros, tangents[:3])
     # cuDNN's attention has no derivative in forward mode.
-    formula = functools.partial(_by_jax, lengths=lengths[0] if lengths else None, fused=False)
-    return jax.jvp(formula, (q, k, v), tuple(tangents))
+    if longest is None:
+        function = functools.partial(_by_jax, lengths=more[0] if more else None, fused=False)
+    else:
+        first_and_lengths = dict(zip(("lengths", "first"), more))
+        function = functools.partial(formula, **first_and_lengths, longest=longest)
+    return jax.jvp(function, (q, k, v), tuple(tangents))
 
 
 ad.primitive_jvps[attention_p] = _differentiate
 
 
-def _batch(operands, axes):
+def _batch(operands, axes, longest):
     """Makes the mapped axis a part of the axis of images."""
     (size,) = {x.shape[axis] for x, axis in zip(operands, axes) if axis is not None}
     moved = [
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(operands, axes)
     ]
-    y = attention_p.bind(*(x.reshape(size * x.shape[1], *x.shape[2:]) for x in moved))
+    if longest is not None:
+        tokens = moved[0].shape[1] * moved[0].shape[2]
+        moved[4] = moved[4] + tokens * lax.broadcasted_iota(jnp.int32, moved[4].shape, 0)
+    merged = (x.reshape(size * x.shape[1], *x.shape[2:]) for x in moved)
+    y = attention_p.bind(*merged, longest=longest)
     return y.reshape(moved[0].shape), 0
 
 
 batching.primitive_batchers[attention_p] = _batch
 
 
-def _lower(ctx, *operands):
-    return mlir.lower_fun(formula, multiple_results=False)(ctx, *operands)
+def _lower(ctx, *operands, longest):
+    function = functools.partial(formula, longest=longest)
+    return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
 
-def _lower_for_cuda(ctx, *operands):
+def _lower_for_cuda(ctx, *operands, longest):
     split = lowering.devices_left_to_xla(ctx.module_context) > 1
     target = lowering.target_of(ctx.module_context, "cuda")
-    lengths = len(operands) > 3
-    config = None if split else program_for(ctx.avals_in[0], target, lengths=lengths).config
+    q, *others = ctx.avals_in
+    kind: Kind = "whole" if len(others) == 2 else "lengths"
+    if longest is not None:
+        kind, q = "segments", q.update(shape=(others[-1].size, longest, *q.shape[2:]))
+    config = None if split else program_for(q, target, kind).config
     if config is None:
-        return _lower(ctx, *operands)
+        return _lower(ctx, *operands, longest=longest)
+    kernel = functools.partial(
+        attention_sm90.kernel, longest=longest, config=config, chip=target.chip
+    )
 
     def call(*operands):
-        kernel = functools.partial(attention_sm90.kernel, config=config, chip=target.chip)
-        return lowering.call_kernel(kernel, *operands)
+        return lowering.call_kernel(kernel, *operands).reshape(ctx.avals_in[0].shape)
 
     with lowering.on_one_device(ctx) as plain:
         return mlir.lower_fun(call, multiple_results=False)(plain, *operands)

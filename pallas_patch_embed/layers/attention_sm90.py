@@ -37,6 +37,7 @@ No phase of a barrier may be left without a wait, so feed waits for the last one
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -60,6 +61,10 @@ REGISTERS = {2: (40, 232), 3: (32, 160)}
 
 # Rows of 128 bytes are the widest that TMA and wgmma swizzle.
 WIDEST = 64
+
+# Rows that are stored at a time if rows hold several images. Each image begins at a multiple of it,
+# because a part of swizzled memory begins at a multiple of 8 rows.
+PACKED_ROWS = 8
 
 # Shared memory that is reserved for barriers, in bytes.
 BARRIER_BYTES = 1024
@@ -206,7 +211,9 @@ def kernel(
     k: jax.Array,
     v: jax.Array,
     lengths: jax.Array | None = None,
+    first: jax.Array | None = None,
     *,
+    longest: int | None = None,
     config: Config,
     chip: Chip,
     interpret: Any = False,
@@ -216,33 +223,45 @@ def kernel(
     Args:
       q, k, v: [B, S, H, D] bfloat16.
       lengths: [B] int32, the number of tokens of each image; None if all have S.
+      first: [N] int32, if the B rows hold N images, whose `lengths` are [N] then: the index of each
+        image's first token among the B * S tokens, a multiple of 8 (PACKED_ROWS).
+      longest: with `first`, the largest number of tokens of an image.
       config: tile sizes.
       chip: the GPU.
       interpret: as in `plgpu.kernel`.
 
     Returns:
       [B, S, H, D] bfloat16. A row of padding is zero if its pass has only padding; otherwise it is
-      the attention of what q has there.
+      the attention of what q has there. With `first` it is zero unless it is one of the last rows
+      of PACKED_ROWS that an image begins.
 
     Raises:
       NotImplementedError: the config cannot serve this shape.
     """
     shape = Shape(*q.shape)
+    if first is not None:
+        assert longest is not None
+        rows = (1, shape.B * shape.S, *q.shape[2:])
+        q, k, v = (x.reshape(rows) for x in (q, k, v))
+        shape = Shape(len(first), longest, *q.shape[2:])
     config.check(shape, chip, lengths=lengths is not None)
     workers = min(chip.multiprocessors, shape.B * shape.H * config.units(shape))
     make = Interpreted if interpret else Worker
 
-    scratch = Scratch.types(config, shape, make.memory, lengths is not None)
+    padding = lengths is not None and first is None
+    scratch = Scratch.types(config, shape, make.memory, padding)
     scratch_types: Any = dict(scratch=scratch)
 
+    given = [x for x in (lengths, first) if x is not None]
+
     def attention(*operands, scratch):
-        operands = operands if lengths is not None else (*operands[:3], None, *operands[3:])
-        worker = make(config, shape, Operands(*operands), scratch, workers)
+        *read, y = operands
+        worker = make(config, shape, Operands(y, *read), scratch, workers)
         worker.run(lax.axis_index("warpgroup"))
 
     call = plgpu.kernel(
         attention,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=() if first is not None else jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(workers,),
         grid_names=("worker",),
         num_threads=config.consumers + 1,
@@ -253,17 +272,23 @@ def kernel(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
-    return call(q, k, v, *(() if lengths is None else (lengths,)))
+    if first is None:
+        return call(q, k, v, *given)
+    # No thread block stores rows that no image has.
+    y = jax.new_ref(jnp.zeros(q.shape, q.dtype))
+    call(q, k, v, *given, y)
+    return jax.freeze(y)
 
 
 class Operands(NamedTuple):
-    """The arrays in global memory: q, k, v and y [B, S, H, D], and lengths [B] or None."""
+    """The arrays in global memory, as the arguments of `kernel`, and y [B, S, H, D]."""
 
+    y: Any
     q: Any
     k: Any
     v: Any
-    lengths: Any
-    y: Any
+    lengths: Any = None
+    first: Any = None
 
 
 class Views(NamedTuple):
@@ -301,7 +326,7 @@ class Scratch:
     keys: Any  # [slots, keys, width]
     values: Any  # [slots, keys, width]
     results: Any  # [consumers, ROWS, width]
-    zeros: Any  # [consumers, ROWS, width], if there are lengths
+    zeros: Any  # [consumers, ROWS, width], if rows of padding are stored
     queries_arrived: Any
     queries_read: Any
     keys_arrived: Any
@@ -311,7 +336,7 @@ class Scratch:
     turn: Any
 
     @classmethod
-    def types(cls, config: Config, shape: Shape, memory: Callable, lengths: bool) -> "Scratch":
+    def types(cls, config: Config, shape: Shape, memory: Callable, padding: bool) -> "Scratch":
         """Returns the types of all members."""
         consumers, slots, copies = config.consumers, config.slots, len(shape.parts)
 
@@ -324,7 +349,7 @@ class Scratch:
             keys=parts(slots, config.keys),
             values=parts(slots, config.keys),
             results=parts(consumers, ROWS),
-            zeros=parts(consumers, ROWS) if lengths else [],
+            zeros=parts(consumers, ROWS) if padding else [],
             queries_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=buffers),
             queries_read=plgpu.Barrier(num_arrivals=1, num_barriers=buffers),
             keys_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
@@ -480,12 +505,15 @@ class Worker:
 
     def part(self, array: Any, place: Place, rows: int, i: int) -> Any:
         """Returns the i-th part of rows in global memory, from a place on."""
+        image, row = place.image, place.row
+        if self.operands.first is not None:
+            image, row = 0, row + self.operands.first[image]
         first: Any = self.shape.parts[i][0]
         width = self.shape.parts[i][1]
         if first + width > self.shape.D:
             # Pallas refuses a constant slice that is out of bounds.
             first += lax.axis_index("worker") * 0
-        return array.at[place.image, pl.ds(place.row, rows), place.head, pl.ds(first, width)]
+        return array.at[image, pl.ds(row, rows), place.head, pl.ds(first, width)]
 
     def load(self, array: Any, place: Place, rows: int, memory: Any, at: Any, arrived: Any) -> None:
         """Loads rows from a place on to `memory[at]`. Rows beyond S are zero."""
@@ -542,7 +570,7 @@ class Worker:
 
     def attend(self, consumer: Any) -> None:
         s, config = self.s, self.config
-        has_padding = self.operands.lengths is not None
+        has_padding = bool(s.zeros)
         if has_padding:
             self.write(self.zeros(), s.zeros, consumer)
 
@@ -670,11 +698,26 @@ class Worker:
         plgpu.commit_smem()
 
     def store(self, memory: Any, consumer: Any, index: Any, number: Any) -> None:
-        """Stores `memory[consumer]` as the rows of a pass. TMA leaves out the rows beyond S."""
-        place = self.rows(self.place(index), number, consumer)
-        for i, rows in enumerate(memory):
-            target = self.part(self.operands.y, place, ROWS, i)
-            plgpu.copy_smem_to_gmem(self.views(rows).copied.at[consumer], target)
+        """Stores `memory[consumer]` as the rows of a pass.
+
+        TMA leaves out the rows beyond S. Rows of the next image are left out PACKED_ROWS at a time.
+        """
+        place, rows = self.rows(self.place(index), number, consumer), ROWS
+        if self.operands.first is not None:
+            rows = PACKED_ROWS
+
+        def copy(begin: int) -> None:
+            for i, part in enumerate(memory):
+                source = self.views(part).copied.at[consumer, pl.ds(begin, rows)]
+                target = place._replace(row=place.row + begin)
+                plgpu.copy_smem_to_gmem(source, self.part(self.operands.y, target, rows, i))
+
+        if rows == ROWS:
+            copy(0)
+            return
+        left = self.operands.lengths[place.image] - place.row
+        for begin in range(0, ROWS, rows):
+            pl.when(begin < left)(functools.partial(copy, begin))
 
 
 class Interpreted(Worker):

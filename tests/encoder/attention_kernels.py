@@ -2,10 +2,11 @@
 
   python -m tests.encoder.attention_kernels FOLDER < CASES
 
-CASES is a JSON object of lists [B, S, H, D, consumers, keys, slots, has lengths]. For each name it
-writes the PTX and the log of passes to FOLDER, and prints a JSON object with the registers and the
-bytes of spills and stack. It is a separate program because the compilers read their settings when
-JAX is imported.
+CASES is a JSON object of lists [B, S, H, D, consumers, keys, slots, images]. `images` is "whole",
+"lengths", or [number, longest] of images that are segments of the rows. For each name it writes the
+PTX and the log of passes to FOLDER, and prints a JSON object with the registers and the bytes of
+spills and stack. It is a separate program because the compilers read their settings when JAX is
+imported.
 """
 
 import dataclasses
@@ -30,12 +31,19 @@ def main(folder: Path) -> None:
         from pallas_patch_embed.layers import attention_sm90
 
         chip = dataclasses.replace(H200, multiprocessors=MULTIPROCESSORS)
-        for name, (*shape, consumers, keys, slots, has_lengths) in cases.items():
-            arrays = [jax.ShapeDtypeStruct(shape, "bfloat16")] * 3
-            if has_lengths:
+        for name, (*shape, consumers, keys, slots, images) in cases.items():
+            arrays, longest = [jax.ShapeDtypeStruct(shape, "bfloat16")] * 3, None
+            if images == "lengths":
                 arrays.append(jax.ShapeDtypeStruct(shape[:1], "int32"))
-            config = attention_sm90.Config(consumers, keys, slots)
-            function = functools.partial(attention_sm90.kernel, config=config, chip=chip)
+            elif images != "whole":
+                number, longest = images
+                arrays += [jax.ShapeDtypeStruct((number,), "int32")] * 2
+            function = functools.partial(
+                attention_sm90.kernel,
+                longest=longest,
+                config=attention_sm90.Config(consumers, keys, slots),
+                chip=chip,
+            )
             before = set(dumped.iterdir())
             program = offline_compile.compile_offline(function, tuple(arrays), H200, dumped)
             (kernel,) = program.kernels

@@ -20,6 +20,7 @@ from pallas_patch_embed.layers.attention_sm90 import Config, Shape
 from tests.encoder.attention_kernels import MULTIPROCESSORS
 from tests.kernels.emulated import ALLOWED
 from tests.ptx_emulator import mosaic
+from tests.ptx_emulator.memory import POISON
 from tests.repository import ROOT, environment
 
 # Times on an H200, of `python -m benchmarks.attention --chosen`.
@@ -85,26 +86,31 @@ def test_the_formula_is_near_float64(kind):
     assert_near(y, operands, lengths)
 
 
-# [B, S, H, D, consumers, keys, slots, whether there are lengths]
+# [B, S, H, D, consumers, keys, slots, images], as in attention_kernels.py.
 CASES = {
-    "one tile, two passes": [1, 196, 2, 64, 2, 256, 2, False],
-    "heads of 72": [1, 200, 2, 72, 2, 128, 2, False],
-    "heads of 80": [2, 129, 1, 80, 2, 64, 2, False],
-    "heads of 96": [2, 130, 1, 96, 3, 64, 2, False],
-    "heads of 128": [1, 257, 2, 128, 2, 64, 3, False],
-    "three consumers": [1, 400, 2, 64, 3, 128, 3, False],
-    "one token": [3, 1, 1, 72, 2, 64, 2, False],
-    "lengths in one tile": [5, 200, 2, 64, 2, 256, 2, True],
-    "lengths in several tiles": [5, 300, 2, 72, 2, 128, 2, True],
+    "one tile, two passes": [1, 196, 2, 64, 2, 256, 2, "whole"],
+    "heads of 72": [1, 200, 2, 72, 2, 128, 2, "whole"],
+    "heads of 80": [2, 129, 1, 80, 2, 64, 2, "whole"],
+    "heads of 96": [2, 130, 1, 96, 3, 64, 2, "whole"],
+    "heads of 128": [1, 257, 2, 128, 2, 64, 3, "whole"],
+    "three consumers": [1, 400, 2, 64, 3, 128, 3, "whole"],
+    "one token": [3, 1, 1, 72, 2, 64, 2, "whole"],
+    "lengths in one tile": [5, 200, 2, 64, 2, 256, 2, "lengths"],
+    "lengths in several tiles": [5, 300, 2, 72, 2, 128, 2, "lengths"],
+    "segments": [2, 536, 2, 64, 2, 128, 2, [6, 300]],
+    "segments of heads of 72": [2, 536, 1, 72, 3, 64, 2, [6, 300]],
 }
 LENGTHS = [0, 1, 128, 129, 1000]
+# Of images in two rows of 536 tokens, with gaps of 0 to 8 tokens between them.
+SEGMENTS = {"lengths": [300, 64, 129, 200, 0, 1], "first": [0, 304, 376, 536, 304, 744]}
 
 # Shapes of encoders, each with the config that serves it.
 ENCODERS = {
-    "B-16 224": [512, 196, 12, 64, 2, 256, 2, False],
-    "So400m-14 384": [64, 729, 16, 72, 3, 128, 2, False],
-    "L-16 384": [256, 576, 16, 64, 3, 128, 3, False],
-    "NaFlex": [64, 1024, 16, 72, 2, 128, 3, True],
+    "B-16 224": [512, 196, 12, 64, 2, 256, 2, "whole"],
+    "So400m-14 384": [64, 729, 16, 72, 3, 128, 2, "whole"],
+    "L-16 384": [256, 576, 16, 64, 3, 128, 3, "whole"],
+    "NaFlex": [64, 1024, 16, 72, 2, 128, 3, "lengths"],
+    "NaFlex, packed": [8, 8192, 12, 64, 2, 128, 3, [68, 1024]],
 }
 
 
@@ -145,22 +151,41 @@ RUNS = [
 
 @pytest.mark.parametrize("name, schedule, kind, seed", RUNS)
 def test_the_compiled_kernel_is_near_float64(compiled, name, schedule, kind, seed):
-    *shape, _, _, _, has_lengths = CASES[name]
-    lengths = None
-    if has_lengths:
-        lengths = np.minimum(LENGTHS[: shape[0]], shape[1]).astype(np.int32)
+    *shape, _, _, _, images = CASES[name]
     operands = draw(shape, kind, seed)
-    arrays = [np.asarray(x) for x in operands] + ([] if lengths is None else [lengths])
-    result = (tuple(shape), jnp.dtype("bfloat16"))
+    arrays = [np.asarray(x) for x in operands]
+    if images == "lengths":
+        arrays += [np.minimum(LENGTHS[: shape[0]], shape[1]).astype(np.int32)]
+    elif images != "whole":
+        arrays = [x.reshape(1, -1, *shape[2:]) for x in arrays]
+        # The kernel stores to its last operand, and XLA returns it.
+        poison = np.full(arrays[0].nbytes, POISON, np.uint8).view(arrays[0].dtype)
+        arrays += [np.array(x, np.int32) for x in SEGMENTS.values()]
+        arrays += [poison.reshape(arrays[0].shape)]
+    result = (arrays[0].shape, jnp.dtype("bfloat16"))
     machine, (address,) = mosaic.prepare(
         compiled[0] / name, arrays, [result], schedule=schedule, seed=seed, allowed=ALLOWED
     )
     machine.launch()
+    if images not in ("whole", "lengths"):
+        address, *_ = machine.memory.arrays[len(arrays) - 1]
     y = machine.memory.read(address, *result)
-    assert_near(y, operands, lengths)
-    if lengths is not None:
+    if images == "whole":
+        assert_near(y, operands)
+    elif images == "lengths":
+        assert_near(y, operands, arrays[3])
         # Passes in which all queries are padding are zero.
         assert not np.asarray(y[0], np.float32).any()
+    else:
+        q, k, v, lengths, first, poison = arrays
+        stored = np.zeros(y.shape[1], bool)
+        for length, begin in zip(lengths, first):
+            rows = slice(begin, begin + length)
+            if length:
+                assert_near(y[:, rows], [x[:, rows] for x in (q, k, v)])
+            stored[begin : begin - length // -8 * 8] = True
+        found, wanted = (x[:, ~stored].view("u2") for x in (y, poison))
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("shape, keys", [((1, 256, 2, 64), 128), ((2, 128, 1, 64), 128)])
@@ -207,7 +232,11 @@ def test_a_config_that_cannot_serve_is_refused(config, text):
 
 # The primitive
 
-SERVED = {False: {64: range(100, 201), 72: range(729, 730)}, True: {64: range(196, 197)}}
+SERVED = {
+    "whole": {64: range(100, 201), 72: range(729, 730)},
+    "lengths": {64: range(196, 197)},
+    "segments": {64: range(196, 197)},
+}
 MANY = 300  # Images that have enough units of work.
 SHORT, LONG = (4, 196, 2, 64), (2, 729, 2, 72)
 
@@ -244,9 +273,10 @@ def test_the_program_is_chosen_with_a_reason(monkeypatch, shape, dtype, target, 
     assert (chosen.config is None) == bool(chosen.reason) == (name != "mosaic_sm90")
 
 
-@pytest.mark.parametrize("lengths", [False, True])
-def test_every_served_shape_has_a_config_that_fits(lengths):
-    for D, tokens in attention.SERVED[lengths].items():
+@pytest.mark.parametrize("kind", attention.SERVED)
+def test_every_served_shape_has_a_config_that_fits(kind):
+    lengths = kind != "whole"
+    for D, tokens in attention.SERVED[kind].items():
         for S in tokens:
             config = attention_sm90.choose(Shape(1, S, 1, D), H200, lengths=lengths)
             assert config.fits(Shape(1, S, 1, D), H200, lengths=lengths)
@@ -259,19 +289,19 @@ def test_the_kernel_serves_only_where_it_was_measured_to_be_faster():
     times = {}
     for row in rows:
         if row["kind"] == "attention":
-            key = (tuple(row["shape"]), row["mix"] is not None)
+            key = (tuple(row["shape"]), "whole" if row["mix"] is None else "lengths")
             times.setdefault((*key, row["mix"]), {})[row["program"]] = row["burst"]
-    served = {lengths: set() for lengths in attention.SERVED}
-    for (shape, lengths, _), found in times.items():
+    served = {kind: set() for kind in attention.SERVED}
+    for (shape, kind, _), found in times.items():
         q = jax.ShapeDtypeStruct(shape, "bfloat16")
-        chosen = attention.program_for(q, Target("cuda", H200), lengths=lengths)
+        chosen = attention.program_for(q, Target("cuda", H200), kind)
         if chosen.config is not None:
             name = ",".join(map(str, dataclasses.astuple(chosen.config)))
             assert found[name] < found["cudnn"]
-            served[lengths].add((shape[3], shape[1]))
-    for lengths, heads in attention.SERVED.items():
+            served[kind].add((shape[3], shape[1]))
+    for kind, heads in attention.SERVED.items():
         for D, tokens in heads.items():
-            assert {(D, tokens[0]), (D, tokens[-1])} <= served[lengths]
+            assert {(D, tokens[0]), (D, tokens[-1])} <= served[kind]
 
 
 def test_a_head_that_no_config_fits_is_refused():
@@ -301,6 +331,13 @@ def test_a_program_for_one_device_uses_the_kernel(monkeypatch):
     assert calls_of_the_kernel(monkeypatch, attend, q, k, v) == 1
     assert calls_of_the_kernel(monkeypatch, attend, q, k, v, lengths) == 1
     assert calls_of_the_kernel(monkeypatch, jax.vmap(attend), *abstract((3, *SHORT))) == 1
+
+    def packed(q, k, v, first, lengths):
+        segments = attention.Segments(first, lengths, SHORT[1])
+        return attention.attention(q, k, v, segments=segments)
+
+    rows, number = abstract((2, 4 * SHORT[1], *SHORT[2:])), jax.ShapeDtypeStruct((7,), "int32")
+    assert calls_of_the_kernel(monkeypatch, packed, *rows, number, number) == 1
 
     def masked(q, k, v, mask):
         return attention.attention(q, k, v, mask=mask > 0)
@@ -339,6 +376,30 @@ def test_transformations_agree_with_the_formula():
     compare(lambda f: jax.vmap(lambda *x: f(*(a[:, :, None] for a in x)), (2, 2, 2), out_axes=2))
     compare(lambda f: jax.grad(lambda *x: jnp.square(f(*x, lengths)).sum(), (0, 1, 2)))
     compare(lambda f: lambda q, k, v: jax.jvp(lambda k: f(q, k, v), (k,), (v,)))
+
+
+def test_segments_and_their_transformations_agree_with_each_image():
+    rows = [jnp.asarray(x, jnp.float32) for x in draw((3, 2, 24, 2, 8))]  # 3 batches of 2 rows
+    lengths, first = (5, 9, 24), (0, 8, 24)
+    segments = attention.Segments(jnp.array(first), jnp.array(lengths), 24)
+
+    def packed(q, k, v):
+        return attention.attention(q, k, v, segments=segments)
+
+    def each(q, k, v):
+        q, k, v = (x.reshape(1, 48, 2, 8) for x in (q, k, v))
+        y = jnp.zeros_like(q)
+        for n, i in zip(lengths, first):
+            image = attention.formula(*(x[:, i : i + n] for x in (q, k, v)))
+            y = y.at[:, i : i + n].set(image)
+        return y.reshape(2, 24, 2, 8)
+
+    def gradient(f):
+        return jax.grad(lambda *x: jnp.square(f(*x)).sum(), (0, 1, 2))
+
+    for transform in (jax.vmap, lambda f: jax.vmap(gradient(f))):
+        found, wanted = (jax.jit(transform(f))(*rows) for f in (packed, each))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5), found, wanted)
 
 
 def test_a_mask_and_lengths_say_the_same():

@@ -124,7 +124,8 @@ def test_an_empty_place_has_no_influence_and_nothing_is_nan():
 
 
 BAD = [
-    (dict(tokens=63), "tokens is 63, expected at least 64"),
+    (dict(tokens=56), "tokens is 56, expected a multiple of 8 and at least 64"),
+    (dict(tokens=100), "tokens is 100, expected a multiple of 8"),
     (dict(tokens=0), "tokens is 0, expected a positive integer"),
     (dict(rows=1, tokens=64), "rows is 1, but the images need 6 rows of 64 tokens"),
     (dict(number=3), "number is 3, but there are 10 images"),
@@ -149,7 +150,9 @@ def test_a_picture_that_is_too_large_is_refused():
     "change, error, text",
     [
         (dict(patches=np.zeros((1, 256, 700), np.float32)), ValueError, r"expected \[R, T, 768\]"),
+        (dict(patches=np.zeros((1, 100, 768), np.float32)), ValueError, "T is a multiple of 8"),
         (dict(patches=np.zeros((1, 256, 768), np.int32)), TypeError, "dtype int32"),
+        (dict(starts=np.array([[0, 0], [0, 100]])), ValueError, "from a multiple of 8 on"),
         (dict(starts=np.zeros((2, 2), np.int32)), ValueError, "which no other image has"),
         (dict(starts=np.array([[0, 0], [0, 506]])), ValueError, "image 1 has .1, 9. patches"),
         (dict(starts=np.array([[0, 0], [1, 0]])), ValueError, "within 1 rows"),
