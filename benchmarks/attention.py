@@ -3,10 +3,12 @@
   python -m benchmarks.attention --out bench
   python -m benchmarks.attention --shapes "B/16 224" --configs 2,256,2 3,128,3
   python -m benchmarks.attention --sweep 64 --images 8 --seconds 0
+  python -m benchmarks.attention --shapes "NaFlex B/16" --packed
 
 Every result is compared with float32. Times are in milliseconds, in bursts and sustained; all
 contenders of a shape are timed in one process, in turn. With lengths the bound is the time of whole
-images times the part of the tiles that have tokens. The records are written to attention.jsonl.
+images times the part of the tiles that have tokens. With --packed the images lie behind one another
+in rows; without a kernel each is gathered. The records are written to attention.jsonl.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import numpy as np
 
 from pallas_patch_embed.base.chips import Chip, Target, default_device
 from pallas_patch_embed.commands.tune import timing
+from pallas_patch_embed.encoders.naflex import first_fit
 from pallas_patch_embed.layers import attention, attention_sm90
 from pallas_patch_embed.layers.attention_sm90 import Config, Shape
 
@@ -115,12 +118,14 @@ def contenders(
     shape: Shape, operands: tuple[Any, ...], configs: list[Config], chip: Chip
 ) -> dict[str, timing.Contender]:
     """Returns cuDNN and the kernel with each config that fits."""
-    lengths = operands[3:]
-    found = {"cudnn": timing.Contender(jax.jit(attention.formula), operands)}
+    _, _, _, *more = operands
+    longest = shape.S if len(more) == 2 else None
+    formula = functools.partial(attention.formula, longest=longest)
+    found = {"cudnn": timing.Contender(jax.jit(formula), operands)}
     for config in configs:
-        if not config.fits(shape, chip, lengths=bool(lengths)):
+        if not config.fits(shape, chip, lengths=bool(more)):
             continue
-        kernel = functools.partial(attention_sm90.kernel, config=config, chip=chip)
+        kernel = functools.partial(attention_sm90.kernel, longest=longest, config=config, chip=chip)
         found[name_of(config)] = timing.Contender(jax.jit(kernel), operands)
     return found
 
@@ -148,28 +153,43 @@ def compare(
     configs: list[Config] | None,
     chip: Chip,
     seconds: float,
+    *,
+    packed: bool = False,
 ) -> list[dict[str, Any]]:
-    """Checks and times all contenders for one shape; without configs, the one that is chosen."""
+    """Checks and times all contenders for one shape; without configs, the one that is chosen.
+
+    `packed` says whether images with lengths lie behind one another in rows.
+    """
     if configs is None:
         configs = [attention_sm90.choose(shape, chip, lengths=lengths is not None)]
+    rows, more = tuple(shape), [] if lengths is None else [jnp.asarray(lengths)]
+    segments = None
+    if packed and lengths is not None:
+        places, number = first_fit(lengths.tolist(), tokens := 8 * shape.S)
+        rows = (number, tokens, shape.H, shape.D)
+        more.append(jnp.asarray([row * tokens + start for row, start in places], jnp.int32))
+        segments = attention.Segments(more[1], more[0], shape.S)
     drawn = (
-        jax.random.normal(key, shape, jnp.bfloat16)
-        for key in jax.random.split(jax.random.key(0), 3)
+        jax.random.normal(key, rows, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3)
     )
-    operands = (*drawn, *(() if lengths is None else (jnp.asarray(lengths),)))
+    operands = (*drawn, *more)
     compared = contenders(shape, operands, configs, chip)
     timing.compile_all(compared.values())
-    whole = jnp.full(shape.B, shape.S) if lengths is None else operands[3]
+    whole = jnp.full(shape.B, shape.S) if lengths is None else more[0]
     errors = {}
     for name, y in results_of(compared):
-        errors[name] = float(relative_error(y, *operands[:3], whole))
+        images = [x.reshape(rows) for x in (y, *operands[:3])]
+        if segments is not None:
+            images = list(map(segments.gather, images))
+        errors[name] = float(relative_error(*images, whole))
         if not errors[name] <= MOST_ERROR:
             raise SystemExit(f"{name} has a relative error of {errors[name]} for {shape}.")
     burst = timing.burst(compared, rounds=3, rest=0.2 if seconds else 0.05)
     sustained = timing.sustained(compared, seconds=seconds, rounds=1) if seconds else {}
-    rows = {
+    found = {
         name: {
             "shape": list(shape),
+            "packed": packed,
             "program": name,
             "error": errors[name],
             "burst": burst[name].milliseconds,
@@ -177,23 +197,26 @@ def compare(
         for name in compared
     }
     for name, time in sustained.items():
-        rows[name]["sustained"] = time.milliseconds
+        found[name]["sustained"] = time.milliseconds
     for config in configs if lengths is not None else ():
-        if row := rows.get(name_of(config)):
+        if row := found.get(name_of(config)):
             all_tiles = tiles_of(np.full(shape.B, shape.S), shape, config)
             row["tiles"] = tiles_of(lengths, shape, config) / all_tiles
-    return list(rows.values())
+    return list(found.values())
 
 
 def main() -> None:
     """Prints and records the times."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.attention", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--sweep", type=int, nargs="+", help="instead, heads of these widths")
     parser.add_argument("--tokens", type=int, nargs="+", default=SWEEP, help="of the sweep")
     parser.add_argument("--configs", nargs="+", help="consumers,keys,slots; by default many")
     parser.add_argument("--chosen", action="store_true", help="only the config that is chosen")
     parser.add_argument("--images", type=int, nargs="+", help="instead of those of the shapes")
+    parser.add_argument("--packed", action="store_true", help="packs the images of the mixes")
     parser.add_argument("--mixes", nargs="*", default=list(MIXES), help="mixes for NaFlex")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a sustained turn; 0: none")
     parser.add_argument("--out", type=Path, default=Path("bench"))
@@ -217,7 +240,8 @@ def main() -> None:
     for name, shape in shapes:
         for mix in (None, *chosen.mixes) if "NaFlex" in name else (None,):
             lengths = None if mix is None else draw_lengths(mix, shape)
-            for row in compare(shape, lengths, configs, chip, chosen.seconds):
+            packed = chosen.packed and lengths is not None
+            for row in compare(shape, lengths, configs, chip, chosen.seconds, packed=packed):
                 row |= {"kind": "attention", "name": name, "mix": mix}
                 times = f"{row['burst']:8.4f} {row.get('sustained', math.nan):8.4f}"
                 tiles = f"tiles {row['tiles']:.3f}" if "tiles" in row else ""

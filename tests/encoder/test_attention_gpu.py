@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.encoders.naflex import first_fit
 from pallas_patch_embed.layers import attention, attention_sm90
 from pallas_patch_embed.layers.attention_sm90 import Config
 from tests.encoder.test_attention import assert_near, draw
@@ -110,6 +111,34 @@ def test_images_of_every_length_are_near_float64(D):
             clean = [jnp.where(inside[..., None, None], x, 0) for x in operands]
             rows = inside[..., None, None]
             assert_near(jnp.where(rows, y, 0), clean, lengths)
+
+
+@pytest.mark.parametrize("D", [64, 72])
+def test_images_that_are_segments_of_rows_are_near_float64(D):
+    longest, tokens, number = 300, 1200, 9
+    for config in CONFIGS[D]:
+        if not config.fits(attention_sm90.Shape(number, longest, 2, D), CHIP, lengths=True):
+            continue
+        kernel = jax.jit(
+            functools.partial(attention_sm90.kernel, longest=longest, config=config, chip=CHIP)
+        )
+        for seed in range(RUNS):
+            rng = np.random.default_rng(seed)
+            lengths = rng.integers(0, longest + 1, number)
+            lengths[:3] = 0, 1, longest
+            places, rows = first_fit(lengths.tolist(), tokens)
+            first = np.array([row * tokens + start for row, start in places], np.int32)
+            operands = draw((rows, tokens, 2, D), seed=seed)
+            arrays = [*operands, lengths.astype(np.int32), first]
+            y = np.asarray(kernel(*jax.device_put(arrays, gpu()))).reshape(1, -1, 2, D)
+            q, k, v = (x.reshape(y.shape) for x in operands)
+            stored = np.zeros(y.shape[1], bool)
+            for begin, length in zip(first, lengths):
+                image = slice(begin, begin + length)
+                if length:
+                    assert_near(y[:, image], [x[:, image] for x in (q, k, v)])
+                stored[begin : begin - length // -8 * 8] = True
+            assert not y[:, ~stored].any()
 
 
 def test_the_result_has_nan_only_where_the_formula_has_it():
