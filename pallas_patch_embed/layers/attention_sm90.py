@@ -4,10 +4,12 @@ It is written in Pallas Mosaic GPU, and reads q, k and v [B, S, H, D] where the 
 them. A worker is a thread block that loops over units: one head of one image, and some of its
 queries.
 
-  feed      one warp: loads queries, keys and values by TMA, ahead of the products.
+  feed_queries, feed_keys, feed_values
+            a warp each: load by TMA, ahead of the products.
   attend    two or three warpgroups, the consumers, with 64 queries each: multiply queries and keys,
             take the softmax in registers, and multiply by the values. They do so in turn: while
-            one takes a softmax, the tensor cores multiply for another.
+            one takes a softmax, the tensor cores multiply for another. A result is stored while
+            the next scores are multiplied.
 
 If one tile has all keys of a head, a unit is the whole head, and its keys and values are loaded
 once for several passes over queries. Otherwise a unit has one pass, and the tiles of keys and
@@ -19,12 +21,12 @@ through all units of a worker.
   barrier                      arrivals of a phase   its phase completes when      who waits
   queries_arrived[buffer, c]   1 copy a part         consumer c's next queries     consumer c
                                                      are in the buffer
-  queries_read[buffer, c]      consumer c            they are multiplied by all    feed
+  queries_read[buffer, c]      consumer c            they are multiplied by all    feed_queries
                                                      keys
   keys_arrived[slot]           1 copy a part         the next keys are in the slot all consumers
-  keys_read[slot]              all consumers         they are multiplied           feed
+  keys_read[slot]              all consumers         they are multiplied           feed_keys
   values_arrived[slot]         1 copy a part         the next values are there     all consumers
-  values_read[slot]            all consumers         they are multiplied           feed
+  values_read[slot]            all consumers         they are multiplied           feed_values
   turn[c]                      the consumer before   its next scores are being     consumer c
                                                      multiplied
 
@@ -33,7 +35,8 @@ multiplied; then it passes it to the next consumer. The first consumer begins, a
 for their first turn. All have the same number of tiles. In the end each passes its last turn on,
 except for the last one.
 
-No phase of a barrier may be left without a wait, so feed waits for the last ones before it returns.
+No phase of a barrier may be left without a wait, so each feed waits for the last ones before it
+returns.
 """
 
 import dataclasses
@@ -56,7 +59,7 @@ ROWS = 64
 # A consumer's queries are loaded while it multiplies the previous ones.
 BUFFERS = 2
 
-# Registers of a thread of feed's warpgroup and of a consumer, by the number of consumers.
+# Registers of a thread of the feeds' warpgroup and of a consumer, by the number of consumers.
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 
 # Rows of 128 bytes are the widest that TMA and wgmma swizzle.
@@ -249,9 +252,7 @@ def kernel(
     make = Interpreted if interpret else Worker
 
     padding = lengths is not None and first is None
-    scratch = Scratch.types(config, shape, make.memory, padding)
-    scratch_types: Any = dict(scratch=scratch)
-
+    scratch_types: Any = dict(scratch=Scratch.types(config, shape, make.memory, padding))
     given = [x for x in (lengths, first) if x is not None]
 
     def attention(*operands, scratch):
