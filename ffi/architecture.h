@@ -71,6 +71,7 @@ struct Architecture {
   int threads;            // threads of a block
   int multiplying_warps;  // warps of a block that issue products
   int storing_warps;      // warps of a block that store y
+  const char* split_name;  // how names of kernels that split K begin the number of blocks
 
   int (*tile_rows)(const Config&);                     // rows of a tile
   int (*tensor_memory_columns)(int tile_n);            // 32-bit columns that a block allocates

@@ -51,8 +51,9 @@ inline std::string kernel_name(const Config& c, const std::string& blocks) {
          (c.stream_weight ? "_streamed" : "_stationary");
 }
 inline std::string kernel_name(const Config& c) {
-  const bool cooperative = c.sharing == Sharing::kCooperative;
-  return kernel_name(c, cooperative ? "cooperative" : "b" + std::to_string(c.blocks));
+  if (c.sharing == Sharing::kCooperative) return kernel_name(c, "cooperative");
+  const bool split = c.sharing == Sharing::kSplit;
+  return kernel_name(c, (split ? c.architecture->split_name : "b") + std::to_string(c.blocks));
 }
 
 // The name of a kernel's machine code, which PATCH_EMBED_KERNEL in the .cu files composes. Kernels
