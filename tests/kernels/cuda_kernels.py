@@ -70,8 +70,10 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
     # Each row of a slot holds a chunk of K, or two lines of a patch.
     rows = (2 if config.cooperative else 1) * config.rows
     ring = config.slots * rows * (96 if pixels else 128)
-    # If K is split, a block has a share of the weight's chunks.
-    splits = config.blocks if hopper else 1
+    # If K is split, a block has a share of the weight's chunks. A pair shares the weight's rows.
+    splits = config.blocks if hopper or "_split" in config.name else 1
+    # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
+    sums = 2 * (4 * config.tile_m * config.tile_n + 8 * 8) if splits > 1 else 0
     streamed, parts = 0, config.slots if config.stream_weight else -(-chunks // splits)
     if hopper and config.stream_weight:
         # The weight's slots fill the memory that the patches and 2 KiB leave.
@@ -92,10 +94,11 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
             swizzle=128,
         )
         y = None
-        rest = 2 * 4 * config.tile_n + 8 * (2 * config.slots + streamed + 3)
-        if splits > 1:
-            # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
-            rest += 2 * (4 * config.tile_m * config.tile_n + 8 * 8)
+        rest = 2 * 4 * config.tile_n + 8 * (2 * config.slots + streamed + 3) + sums
+    elif splits > 1:
+        weight, y = matrix(config.dtype, N, K, config.tile_n, inner), None
+        # The barriers of slots and of two accumulators, and the address of tensor memory.
+        rest = sums + 8 * (2 * config.slots + 4) + 4
     else:
         weight = matrix(config.dtype, N, K, config.tile_n // config.blocks, inner)
         half = config.tile_n // 2 * out_size
