@@ -58,10 +58,10 @@ template <Type dtype, Type out_dtype, bool has_table, int tile_n, Sharing sharin
 class Worker {
  public:
   static constexpr bool kSplit = sharing == Sharing::kSplit;
-  static constexpr int blocks = row_blocks(sharing);
-  static constexpr int kTileRows = blocks * kRows;
+  static constexpr int kBlocks = row_blocks(sharing);
+  static constexpr int kTileRows = kBlocks * kRows;
   static constexpr int kTileK = kRowBytes / itemsize(dtype);
-  static constexpr int kWeightRows = tile_n / blocks;
+  static constexpr int kWeightRows = tile_n / kBlocks;
   static constexpr int kPatchesBytes = kRows * kRowBytes, kWeightBytes = kWeightRows * kRowBytes;
 
   // Columns of a storing warp, of a TMA store, and of a core matrix. A thread has two columns of
@@ -122,8 +122,9 @@ class Worker {
   static_assert(!kSplit || Memory::kVectors % kMostSplits == 0,
                 "the blocks of a cluster must complete equal numbers of vectors.");
   static_assert(kSplit || (offsetof(Memory, staged) == slots * kPatchesBytes &&
-                           offsetof(Memory, filled) == slots * kPatchesBytes +
-                               kStoringWarps * kBuffers * kWarpRows * kStoreBytes),
+                           offsetof(Memory, filled) ==
+                               slots * kPatchesBytes +
+                                   kStoringWarps * kBuffers * kWarpRows * kStoreBytes),
                 "ring, buffers and barriers must be contiguous.");
   static_assert(sizeof(Memory) % 1024 == 0,
                 "the weight follows Shared and must be aligned to 1024 bytes for its swizzle.");
@@ -134,9 +135,9 @@ class Worker {
       : args_(args),
         shared_(shared),
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
-        rank_(blockIdx.x % blocks),
-        column_(Blocks::worker() / blocks % (args.N / tile_n) * tile_n),
-        worker_(Blocks::worker() / blocks / (args.N / tile_n)),
+        rank_(blockIdx.x % kBlocks),
+        column_(Blocks::worker() / kBlocks % (args.N / tile_n) * tile_n),
+        worker_(Blocks::worker() / kBlocks / (args.N / tile_n)),
         timeline_(args),
         split_(shared),
         share_begin_(split_.first_chunk(args.chunks)),
@@ -152,11 +153,11 @@ class Worker {
       if constexpr (!kSplit) ptx::prefetch_tensormap(args_.y);
     }
     __syncwarp();
-    if constexpr (blocks == 2) await_peer();
+    if constexpr (kBlocks == 2) await_peer();
     Blocks::arrive();
     if (warp == kAllocatingWarp) {
-      ptx::tcgen05_alloc<blocks, kTensorColumns>(shared_.tensor_memory);
-      ptx::tcgen05_relinquish_alloc_permit<blocks>();
+      ptx::tcgen05_alloc<kBlocks, kTensorColumns>(shared_.tensor_memory);
+      ptx::tcgen05_relinquish_alloc_permit<kBlocks>();
     }
     synchronise();
     const uint32_t accumulators = shared_.tensor_memory;
@@ -174,7 +175,7 @@ class Worker {
     }
     __syncwarp();
     synchronise();
-    if (warp == kAllocatingWarp) ptx::tcgen05_dealloc<blocks, kTensorColumns>(accumulators);
+    if (warp == kAllocatingWarp) ptx::tcgen05_dealloc<kBlocks, kTensorColumns>(accumulators);
   }
 
  private:
@@ -209,7 +210,7 @@ class Worker {
     }
     for (int i = 0; i < kAccumulators; ++i) {
       ptx::mbarrier_init(shared_.multiplied[i], 1);
-      ptx::mbarrier_init(shared_.accumulator_freed[i], blocks * kStoringWarps);
+      ptx::mbarrier_init(shared_.accumulator_freed[i], kBlocks * kStoringWarps);
     }
     if constexpr (kSplit) {
       for (auto& buffer : shared_.sums_arrived) {
@@ -234,7 +235,7 @@ class Worker {
   // Synchronises all threads of all blocks, and orders their accesses to tensor memory.
   __device__ static void synchronise() {
     ptx::tcgen05_fence_before_thread_sync();
-    if constexpr (blocks == 2) {
+    if constexpr (kBlocks == 2) {
       ptx::barrier_cluster_arrive();
       ptx::barrier_cluster_wait();
     } else {
@@ -276,7 +277,7 @@ class Worker {
 
   // Loads a box by TMA. The load arrives at the first block's barrier.
   __device__ void load(void* target, const CUtensorMap& map, int x, int y, ptx::Mbarrier& arrived) {
-    if constexpr (blocks == 2) {
+    if constexpr (kBlocks == 2) {
       ptx::cp_async_bulk_tensor_of_pair(target, map, x, y, ptx::mapa(&arrived, 0));
     } else {
       ptx::cp_async_bulk_tensor(target, map, x, y, arrived);
@@ -289,7 +290,7 @@ class Worker {
     ptx::Mbarrier& filled = shared_.filled[slot.index];
     if (rank_ == 0) {
       const int bytes = kPatchesBytes + (with_weight ? kWeightBytes : 0);
-      ptx::mbarrier_arrive_expect_tx(filled, blocks * bytes);
+      ptx::mbarrier_arrive_expect_tx(filled, kBlocks * bytes);
     }
     const int x = (share_begin_ + k) * kTileK;
     load(shared_.patches[slot.index], args_.patches, x, row, filled);
@@ -326,10 +327,10 @@ class Worker {
         ptx::tcgen05_matrix_descriptor(ptx::shared_address(weight_ + weight_part * kWeightBytes));
 #pragma unroll
     for (int step = 0; step < kRowBytes; step += kProductBytes) {
-      ptx::tcgen05_mma<dtype, blocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
-                                      kInstruction, k > 0 || step > 0);
+      ptx::tcgen05_mma<dtype, kBlocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
+                                       kInstruction, k > 0 || step > 0);
     }
-    ptx::tcgen05_commit<blocks>(shared_.freed[slot.index]);
+    ptx::tcgen05_commit<kBlocks>(shared_.freed[slot.index]);
     timeline_.stamp(Event::kProductsIssued);
   }
 
@@ -344,7 +345,7 @@ class Worker {
         wait(shared_.filled[slot.index], slot.parity, Event::kFilled);
         issue_products(sums, slot, k);
       }
-      ptx::tcgen05_commit<blocks>(shared_.multiplied[accumulator.index]);
+      ptx::tcgen05_commit<kBlocks>(shared_.multiplied[accumulator.index]);
     });
   }
 
@@ -519,10 +520,10 @@ class Worker {
   __device__ void exchange(Sums& sums) {
     ptx::Sum<dtype> vectors[Memory::kVectors][4];
     for_each_sum(sums, [&](uint32_t& word, int v, int i) { ptx::from_bits(vectors[v][i], word); });
-    split_.exchange([&](int v, int i) -> auto& { return vectors[v][i]; },
-                    [&](ptx::Mbarrier& arrived, uint32_t parity) {
-                      wait(arrived, parity, Event::kLoaded);
-                    });
+    const auto sum_of = [&](int v, int i) -> auto& { return vectors[v][i]; };
+    split_.exchange(sum_of, [&](ptx::Mbarrier& arrived, uint32_t parity) {
+      wait(arrived, parity, Event::kLoaded);
+    });
     for_each_sum(sums, [&](uint32_t& word, int v, int i) { word = ptx::bits(vectors[v][i]); });
   }
 
@@ -556,7 +557,7 @@ class Worker {
   __device__ void free_accumulator(uint32_t index, bool elected) {
     ptx::tcgen05_fence_before_thread_sync();
     if (!elected) return;
-    if constexpr (blocks == 2) {
+    if constexpr (kBlocks == 2) {
       ptx::mbarrier_arrive_cluster(ptx::mapa(&shared_.accumulator_freed[index], 0));
     } else {
       ptx::mbarrier_arrive(shared_.accumulator_freed[index]);

@@ -151,8 +151,7 @@ template <Type out_dtype, int tile_n, Sharing sharing, int slots, bool stream_we
 struct alignas(1024) Shared {
   static constexpr int kStoreBytes = store_columns(out_dtype, tile_n) * itemsize(out_dtype);
   static constexpr int kWeightBytes = tile_n / row_blocks(sharing) * kRowBytes;
-  static constexpr int kStagingBuffers =
-      sharing == Sharing::kSplit ? 0 : Tuned::kStagingBuffers;
+  static constexpr int kStagingBuffers = sharing == Sharing::kSplit ? 0 : Tuned::kStagingBuffers;
 
   // Vectors of four sums that a storing thread has of a tile, and its buffers for those of other
   // blocks.

@@ -310,7 +310,9 @@ CASES |= {
             (5, 100, 512), 64, FP8, "none", 2, out_dtype="float32"
         ),
         "4, few rows": blackwell_split((1, 5, 384), 64, BF16, "none", 4, out_dtype="float32"),
-        "2, six tiles": blackwell_split((6, 128, 128), 64, BF16, "shared", 2),
+        "2, slots and accumulators used again": blackwell_split(
+            (8, 128, 256), 64, BF16, "shared", 2
+        ),
     }.items()
 }
 

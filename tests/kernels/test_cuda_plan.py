@@ -110,10 +110,10 @@ def test_a_kernels_name_tells_its_config():
     for config in configs():
         kind = "table" if config.has_table else "offset"
         way = "streamed" if config.stream_weight else "stationary"
+        # Hopper has no pairs, so there b2 is a split of K.
         split = config.splits > 1 and config.capability != 90
-        sharing = (
-            "cooperative" if config.cooperative else f"{'split' if split else 'b'}{config.blocks}"
-        )
+        sharing = f"{'split' if split else 'b'}{config.blocks}"
+        sharing = "cooperative" if config.cooperative else sharing
         assert config.name == (
             f"patch_embed_sm{config.capability}_{config.dtype}_{config.out_dtype}_{kind}_"
             f"{config.tile_n}x{config.rows}_{sharing}_s{config.slots}_{way}"

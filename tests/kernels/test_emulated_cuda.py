@@ -76,7 +76,7 @@ ROLES = {
         "Blackwell, two blocks, segments of several tiles",
         "images, 224, 768, 192",
         "split by 2, six tiles",
-        "Blackwell, split by 2, six tiles",
+        "Blackwell, split by 2, slots and accumulators used again",
         "cooperative, six tiles",
     ],
 )
@@ -233,12 +233,12 @@ BUGS = {
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
     "only the arrivals of one block are expected": (
-        "blocks * kStoringWarps",
+        "kBlocks * kStoringWarps",
         "kStoringWarps",
         "no warp can continue|does not expect them",
     ),
     "only the bytes of one block are expected": (
-        "blocks * bytes",
+        "kBlocks * bytes",
         "bytes",
         "no warp can continue|bytes are missing",
     ),
@@ -283,7 +283,7 @@ BUGS = {
         "exits before .* the arrival|has exited",
     ),
     "a pair allocates before its peer is there": (
-        "    if constexpr (blocks == 2) await_peer();\n",
+        "    if constexpr (kBlocks == 2) await_peer();\n",
         "",
         "nothing says that the peer has been launched",
     ),
@@ -293,8 +293,8 @@ BUGS = {
         "waits for the peer's tcgen05.alloc",
     ),
     "a block frees before its peer has allocated": (
-        "ptx::tcgen05_relinquish_alloc_permit<blocks>();",
-        "ptx::tcgen05_dealloc<blocks, kTensorColumns>(shared_.tensor_memory);",
+        "ptx::tcgen05_relinquish_alloc_permit<kBlocks>();",
+        "ptx::tcgen05_dealloc<kBlocks, kTensorColumns>(shared_.tensor_memory);",
         "dealloc.* nothing orders it after the tcgen05.alloc",
     ),
     "a relaxed arrival publishes the address of tensor memory": (

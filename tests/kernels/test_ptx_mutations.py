@@ -45,7 +45,7 @@ CUDA_NAMES = (
     "Blackwell, two blocks, segments of several tiles",
     "Blackwell, two blocks, streamed weight, slots and accumulators used again",
     "Blackwell, one block, segments of several tiles, two slices",
-    "Blackwell, split by 2, six tiles",
+    "Blackwell, split by 2, slots and accumulators used again",
 )
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
