@@ -93,8 +93,8 @@ class CudaConfig:
       rows: rows of a tile that one warpgroup (Hopper) or one thread block (Blackwell) multiplies.
       cooperative: whether both warpgroups multiply at the same time. Otherwise one multiplies while
         the other one stores; always on Blackwell.
-      blocks: thread blocks of a worker. They split K among them, or on Blackwell the two blocks of a
-        pair have half of the rows of a tile each.
+      blocks: thread blocks of a worker. They split K among them; on Blackwell two of them can be a
+        pair instead, which shares the rows of a tile.
       slots: number of slots of the ring of patches.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
       built: whether the library contains the kernel.
@@ -141,8 +141,8 @@ class CudaConfig:
     def time(self, problem: Problem, chip: Chip) -> float:
         """Estimates the time of the worker with the most tiles.
 
-        The unit is a cycle on Hopper, and the time to multiply one row by one column on others, where
-        a split of K does not count.
+        The unit is a cycle on Hopper. On others it is the time to multiply one row by one column,
+        and a split of K does not count.
         """
         tiling = self.tiling(problem, chip)
         if self.capability != HOPPER:
