@@ -1,13 +1,12 @@
 """The CUDA kernel for Blackwell without a GPU: descriptors, tuning and machine code."""
 
 import ctypes
-import itertools
 import re
 import subprocess
 
 import pytest
 
-from benchmarks.machine_code import INSTRUCTION, count, cuda_root, innermost_loop, read_cubin
+from benchmarks.machine_code import INSTRUCTION, count, cuda_root, gaps, innermost_loop, read_cubin
 from pallas_patch_embed.backends.cuda_tuning import Tuning
 from tests.kernels.knobs import instance
 from tests.repository import ROOT
@@ -193,24 +192,19 @@ LATE_LOADS = {
 LATE_IN_INT8 = {key for key in LATE_LOADS if key[1] == 128}
 
 
-def gaps_between_loads(sass, per_step):
-    """Counts the instructions between consecutive loads of tensor memory of the same step."""
-    found = filter(None, map(INSTRUCTION.search, innermost_loop(sass, re.compile("LDTM"))))
-    loads = [i for i, match in enumerate(found) if match[1].startswith("LDTM")]
-    gaps = [after - before - 1 for before, after in itertools.pairwise(loads)]
-    return [gap for i, gap in enumerate(gaps, 1) if i % per_step]
-
-
 def assert_loads_are_back_to_back(codes):
     """Asserts that loads of tensor memory overlap, except in the kernels of LATE_LOADS."""
     for name, sass in codes.items():
         _, _, _, dtype, out_dtype, terms, tile, _, slots, _ = name.split("_")
         columns = int(tile.split("x")[0])
         tuning = Tuning.of_library(out_dtype, columns, int(slots[1:]))
-        gaps = gaps_between_loads(sass, 2 * tuning.step_columns // tuning.load_columns)
+        loads = re.compile("LDTM")
+        per_step = 2 * tuning.step_columns // tuning.load_columns
+        found = gaps(innermost_loop(sass, loads), loads)
+        waiting_together = [gap for i, gap in enumerate(found, 1) if i % per_step]
         key = (out_dtype, columns, terms)
         most = 0 if key in LATE_IN_INT8 and dtype != "i8" else LATE_LOADS.get(key, 0)
-        assert gaps and max(gaps) <= most, (name, gaps)
+        assert waiting_together and max(waiting_together) <= most, (name, waiting_together)
 
 
 PRODUCT = {"e4m3": "UTCQMMA", "i8": "UTCIMMA", "bf16": "UTCHMMA"}
