@@ -75,7 +75,6 @@ struct Architecture {
 
   int (*tile_rows)(const Config&);                     // rows of a tile
   int (*tensor_memory_columns)(int tile_n);            // 32-bit columns that a block allocates
-  int (*staying_chunks)(int rows, const int& chunks);  // chunks of a streamed weight that stay
   TensorMap (*patches)(const Config&, const Shapes&);  // the tensor maps
   TensorMap (*weight)(const Config&, const Shapes&);
   TensorMap (*y)(const Config&, const Shapes&);  // without a rank if TMA does not store y

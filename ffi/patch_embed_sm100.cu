@@ -12,7 +12,8 @@
 //              staging buffers, so that warps wait for products and never for each other.
 //
 // The weight is loaded together with patches: with those of the worker's first tile if it stays in
-// shared memory, or with those of every tile if it is streamed. Scale and table stay in registers
+// shared memory, or with those of every tile if it is streamed. Of a streamed weight the first chunks
+// stay, as many as there is room for. Scale and table stay in registers
 // for a segment.
 //
 // If there are fewer tiles than multiprocessors, a cluster of 2, 4 or 8 blocks can compute each tile
@@ -88,6 +89,8 @@ class Worker {
 
   using Blocks = std::conditional_t<kSplit, Cluster, OneBlock>;
   using Memory = Shared<out_dtype, tile_n, sharing, slots, stream_weight, Tuned>;
+  static constexpr int kFirstStaying = stream_weight ? slots : 0;
+  static constexpr int kMostStaying = Memory::most_staying();
   static_assert(sharing != Sharing::kCooperative,
                 "one thread multiplies for all storing warps, which always cooperate.");
   static_assert(tile_n % 64 == 0, "a slice of N must be a multiple of 64 columns.");
@@ -284,6 +287,12 @@ class Worker {
     }
   }
 
+  // Returns whether the weight of chunk k stays in shared memory, and where the weight of a chunk is.
+  __device__ static bool stays(int k) { return !stream_weight || k < kMostStaying; }
+  __device__ uint8_t* weight(const RingSlot& slot, int k) const {
+    return weight_ + (stays(k) ? kFirstStaying + k : slot.index) * kWeightBytes;
+  }
+
   // Issues the loads of chunk k of the block's share: its patches, from row `row` on, and its part of
   // the weight.
   __device__ void load_chunk(const RingSlot& slot, int k, int row, bool with_weight) {
@@ -295,8 +304,7 @@ class Worker {
     const int x = (share_begin_ + k) * kTileK;
     load(shared_.patches[slot.index], args_.patches, x, row, filled);
     if (with_weight) {
-      load(weight_ + (stream_weight ? slot.index : k) * kWeightBytes, args_.weight, x,
-           column_ + rank_ * kWeightRows, filled);
+      load(weight(slot, k), args_.weight, x, column_ + rank_ * kWeightRows, filled);
     }
     timeline_.stamp(Event::kLoadsIssued);
   }
@@ -306,7 +314,7 @@ class Worker {
       for (int k = 0; k < chunks(); ++k) {
         const RingSlot slot(n * chunks() + k);
         wait(shared_.freed[slot.index], slot.parity ^ 1, Event::kFreed);
-        load_chunk(slot, k, row, stream_weight || n == 0);
+        load_chunk(slot, k, row, !stays(k) || n == 0);
       }
     });
     // Waits until the last use of every slot is over, as if each were filled once more. Waiting
@@ -320,11 +328,9 @@ class Worker {
 
   // Issues the products of chunk k, and the commit that frees its slot when the products are done.
   __device__ void issue_products(uint32_t sums, const RingSlot& slot, int k) {
-    const uint32_t weight_part = stream_weight ? slot.index : k;
     const uint64_t a =
         ptx::tcgen05_matrix_descriptor(ptx::shared_address(shared_.patches[slot.index]));
-    const uint64_t b =
-        ptx::tcgen05_matrix_descriptor(ptx::shared_address(weight_ + weight_part * kWeightBytes));
+    const uint64_t b = ptx::tcgen05_matrix_descriptor(ptx::shared_address(weight(slot, k)));
 #pragma unroll
     for (int step = 0; step < kRowBytes; step += kProductBytes) {
       ptx::tcgen05_mma<dtype, kBlocks>(sums, ptx::advance(a, step), ptx::advance(b, step),

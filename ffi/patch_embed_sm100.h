@@ -116,8 +116,9 @@ struct Tuning {
   static constexpr int kLoadColumns = kStepColumns % 64 ? 32 : 64;
 
   // Number of staging buffers of a storing warp in shared memory, a power of two. Each buffer holds
-  // the data of one TMA store. Beside six slots and a weight of 256 columns only one fits.
-  static constexpr int kStagingBuffers = tile_n == 256 && slots > 5 ? 1 : 2;
+  // the data of one TMA store. With 256 columns only one fits beside six slots and a weight that
+  // stays, and beside five slots a second one would leave no room for chunks of a streamed weight.
+  static constexpr int kStagingBuffers = tile_n == 256 && slots > 4 ? 1 : 2;
 
   // Number of stores that share a fence and a bulk group; with 1 each store is issued as soon as it
   // is staged. The value must divide the stores of a step and the number of buffers.
@@ -145,7 +146,8 @@ constexpr int row_blocks(Sharing sharing) { return sharing == Sharing::kPair ? 2
 //   partial_sums           only if K is split: see split.h
 //   barriers, and the address of tensor memory
 //   weight                 after Shared: [tile_n / row_blocks, kRowBytes] for each chunk of K (of the
-//                          block's share of K), or for each slot if the weight is streamed
+//                          block's share of K). If the weight is streamed, for each slot, followed by
+//                          the chunks that stay
 template <Type out_dtype, int tile_n, Sharing sharing, int slots, bool stream_weight,
           typename Tuned = Tuning<out_dtype, tile_n, slots>>
 struct alignas(1024) Shared {
@@ -166,9 +168,22 @@ struct alignas(1024) Shared {
   uint64_t multiplied[kAccumulators], accumulator_freed[kAccumulators];
   uint32_t tensor_memory;
 
-  // Bytes of this struct and of the weight that follows it, if K has `chunks` chunks.
+  // Number of chunks of a streamed weight for which there is room beside the ring. They are the first
+  // ones, and stay.
+  static constexpr int most_staying() {
+    const int room = kMostSharedBytes - int(sizeof(Shared)) - slots * kWeightBytes;
+    return room > 0 ? room / kWeightBytes : 0;
+  }
+
+  // Number of chunks of the weight that stay, if K has `chunks` chunks.
+  static constexpr int staying_chunks(int chunks) {
+    return stream_weight && most_staying() < chunks ? most_staying() : chunks;
+  }
+
+  // Bytes of this struct and of the weight that follows it.
   static constexpr int64_t bytes(int chunks) {
-    return int64_t{sizeof(Shared)} + int64_t{stream_weight ? slots : chunks} * kWeightBytes;
+    const int parts = staying_chunks(chunks) + (stream_weight ? slots : 0);
+    return int64_t{sizeof(Shared)} + int64_t{parts} * kWeightBytes;
   }
 };
 
@@ -187,7 +202,6 @@ inline constexpr Architecture kArchitecture = {
     /*split_name=*/"split",
     /*tile_rows=*/[](const Config& config) { return row_blocks(config.sharing) * config.rows; },
     tensor_memory_columns,
-    /*staying_chunks=*/[](int, const int&) { return 0; },
     /*patches=*/
     [](const Config& config, const Shapes& s) {
   return matrix(config.dtype, s.M, s.K, kRowBytes / itemsize(config.dtype), kRows);

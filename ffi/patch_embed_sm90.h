@@ -199,6 +199,11 @@ struct alignas(1024) Shared {
   uint64_t sums_arrived[kBuffers][kMultiplyingWarps];
   uint64_t other_products_issued[kConsumers], columns_arrived;
 
+  // Number of chunks of the weight that stay, if K has `chunks` chunks.
+  static constexpr int staying_chunks(int chunks) {
+    return stream_weight ? sm90::staying_chunks(rows, chunks) : chunks;
+  }
+
   // Bytes of this struct and of the weight that follows it, if a block multiplies `chunks` chunks.
   static constexpr int64_t bytes(int chunks) {
     const int64_t parts = stream_weight ? kWeightSlots : chunks;
@@ -272,7 +277,6 @@ inline constexpr Architecture kArchitecture = {
     /*split_name=*/"b",
     /*tile_rows=*/[](const Config& config) { return kConsumers * config.rows; },
     /*tensor_memory_columns=*/[](int) { return 0; },
-    staying_chunks,
     patches_map,
     weight_map,
     /*y=*/[](const Config&, const Shapes&) { return TensorMap{}; },

@@ -219,13 +219,19 @@ class CudaConfig:
             )
         planned = self.launch(problem, chip)
         if self.tuning is not None:
-            self.check_tuning(planned["shared_memory"], chip)
+            shared_memory = planned["shared_memory"]
+            if self.stream_weight:
+                # With a tuning, chunks of the weight stay only if there is room for them.
+                part = self.tile_n * self.splits // self.blocks * tiles.ROW_BYTES
+                shared_memory -= planned["staying_chunks"] * part
+            self.check_tuning(shared_memory, chip)
 
     def check_tuning(self, shared_memory: int, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if the tuning is impossible for the kernel.
 
         Args:
-          shared_memory: bytes of shared memory that a block of the library's kernel needs.
+          shared_memory: bytes of shared memory that a block of the library's kernel needs, without
+        the chunks of a streamed weight that stay.
           chip: the GPU.
         """
         if self.capability != cuda_tuning.CAPABILITY:

@@ -93,8 +93,8 @@ STORE_LOOP = {
 # output dtype, whether the accumulators are integers, and width of a slice, as in the CUDA kernel
 # (docs/experiments/blackwell.md). In all other kernels they are back to back.
 LATE_LOADS = {
-    ("bfloat16", False, 256): 30,
-    ("bfloat16", True, 256): 61,
+    ("bfloat16", False, 256): 31,
+    ("bfloat16", True, 256): 62,
 }
 
 

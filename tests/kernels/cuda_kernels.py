@@ -105,18 +105,25 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
         store_bytes = 128 if half % 128 == 0 else 64
         # Each warp stores its own 32 rows.
         y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
-        # Beside six slots and 256 columns there is only one buffer for each warp.
-        buffers = 1 if config.tile_n == 256 and config.slots == 6 else 2
+        # With 256 columns and more than four slots there is only one buffer for each warp.
+        buffers = 1 if config.tile_n == 256 and config.slots > 4 else 2
         rest = 2 * buffers * 128 * store_bytes + 1024
-    # Chunks 0, 4 and 8 of a streamed weight stay in shared memory if a warpgroup has 128 rows and K
-    # has at most 16 chunks.
-    some = len(range(0, min(chunks, 12), 4)) if config.rows == 128 and chunks <= 16 else 0
-    staying = (some if hopper else 0) if config.stream_weight else chunks
+    shared_memory, staying = -(-(ring + rest) // 1024) * 1024 + weight_bytes, chunks
+    if config.stream_weight and hopper:
+        # Chunks 0, 4 and 8 of a streamed weight stay in the first slots if a warpgroup has 128 rows
+        # and K has at most 16 chunks.
+        some = config.rows == 128 and chunks <= 16
+        staying = len(range(0, min(chunks, 12), 4)) if some else 0
+    elif config.stream_weight:
+        # The first chunks stay in what is left of 227 KiB.
+        part = config.tile_n * 128 // config.blocks
+        staying = min(chunks, (227 * 1024 - shared_memory) // part)
+        shared_memory += staying * part
     return dict(
         thread_blocks=workers * N // config.tile_n * config.blocks,
         cluster=config.blocks,
         threads=384,
-        shared_memory=-(-(ring + rest) // 1024) * 1024 + weight_bytes,
+        shared_memory=shared_memory,
         chunks=chunks,
         patches=(
             lines_of_patches(M, config.rows, pixels)

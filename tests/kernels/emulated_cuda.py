@@ -86,7 +86,7 @@ class CudaCase:
     @property
     def buffers(self) -> int:
         """Returns the number of staging buffers of a storing warp of the Blackwell kernel."""
-        of_library = 1 if self.tile_n == 256 and self.slots > 5 else 2
+        of_library = 1 if self.tile_n == 256 and self.slots > 4 else 2
         return self.tuning.get("kStagingBuffers", of_library)
 
     @property
@@ -283,6 +283,15 @@ CASES["Blackwell, two blocks, streamed weight, slots and accumulators used again
 )
 
 
+# Two chunks of the weight stay, and four are streamed.
+SOME_STAY = CudaCase(
+    *((5, 200, 768), 256, INT8, "shared", 256, 5),
+    rows=128,
+    stream_weight=True,
+    capability=100,
+    blocks=2,
+)
+CASES["Blackwell, two blocks, some chunks of a streamed weight stay"] = SOME_STAY
 CASES["Blackwell, two blocks, four slots and two buffers"] = CudaCase(
     *((5, 97, 256), 256, INT8, "shared", 256, 4), rows=128, capability=100, blocks=2
 )
@@ -396,8 +405,12 @@ def shared_bytes(case, chunks):
         rest = 2 * case.buffers * staged + 1024
     # If K is split, each block has a share of its chunks. The blocks of a pair share the columns.
     parts = weight_slots if case.stream_weight else -(-chunks // splits)
-    weight = parts * case.tile_n * splits // case.blocks * tiles.ROW_BYTES
-    return -(-(ring + rest) // 1024) * 1024 + weight
+    part = case.tile_n * splits // case.blocks * tiles.ROW_BYTES
+    used = -(-(ring + rest) // 1024) * 1024 + parts * part
+    if case.capability == 100 and case.stream_weight:
+        # The first chunks of a streamed weight stay in what is left of 227 KiB.
+        used += min(chunks, (227 * 1024 - used) // part) * part
+    return used
 
 
 def cut_sizes(case: CudaCase) -> tuple[int, int]:

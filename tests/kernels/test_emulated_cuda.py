@@ -23,6 +23,7 @@ from tests.kernels.emulated_cuda import (
     FP8,
     INT8,
     MULTIPROCESSORS,
+    SOME_STAY,
     THREADS,
     CudaCase,
     blackwell_split,
@@ -319,6 +320,22 @@ BUGS = {
     ),
 }
 
+
+# Deliberate bugs in the Blackwell kernel of which some chunks of the weight stay.
+STAYING_BUGS = {
+    "chunks that stay are in the ring": (
+        "kFirstStaying = stream_weight ? slots : 0",
+        "kFirstStaying = 0",
+        "a TMA load .* overwrites|reads what was written",
+    ),
+    "the other chunks are loaded once": ("!stays(k) || n == 0", "n == 0", "results differ|reads"),
+    "chunks that stay are not loaded": ("!stays(k) || n == 0", "!stays(k)", "results differ"),
+    "one chunk more stays": (
+        "|| k < kMostStaying;",
+        "|| k <= kMostStaying;",
+        "outside|beyond|out of bounds|exceeds",
+    ),
+}
 
 # Deliberate bugs in the Hopper kernel, with more chunks than slots and a table that is read ahead.
 # With 192 columns the ring of the weight is shorter than that of the patches, and with 128 columns
@@ -639,6 +656,7 @@ BLACKWELL_SPLIT_BUGS = COMMON_SPLIT_BUGS | {
 
 ALL_BUGS = (
     [(SMALL, name) for name in BUGS]
+    + [(SOME_STAY, name) for name in STAYING_BUGS]
     + [(CUT, name) for name in IMAGE_BUGS]
     + [(CUT_ODD, name) for name in ODD_BUGS]
     + [(NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS]
@@ -673,7 +691,7 @@ def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
 @pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "source_dtype", x))
 def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
     bugs = {SMALL: BUGS, CUT: IMAGE_BUGS, CUT_ODD: ODD_BUGS, COOPERATIVE: COOPERATIVE_BUGS}
-    bugs |= {SPLIT: SPLIT_BUGS, SPLIT_FEW: SPLIT_BUGS}
+    bugs |= {SPLIT: SPLIT_BUGS, SPLIT_FEW: SPLIT_BUGS, SOME_STAY: STAYING_BUGS}
     bugs |= dict.fromkeys((BLACKWELL_SPLIT, BLACKWELL_SPLIT_FEW), BLACKWELL_SPLIT_BUGS)
     right, wrong, message = bugs.get(case, HOPPER_BUGS)[name]
     kernel = case.source if case.tuning else cuda_launch.source(case.config)
