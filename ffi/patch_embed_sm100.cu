@@ -13,8 +13,7 @@
 //
 // The weight is loaded together with patches: with those of the worker's first tile if it stays in
 // shared memory, or with those of every tile if it is streamed. Of a streamed weight the first chunks
-// stay, as many as there is room for. Scale and table stay in registers
-// for a segment.
+// stay, as many as there is room for. Scale and table stay in registers for a segment.
 //
 // If there are fewer tiles than multiprocessors, a cluster of 2, 4 or 8 blocks can compute each tile
 // (`split`). Each block multiplies a part of K. Then the storing warps exchange their partial sums
@@ -606,9 +605,10 @@ class Worker {
           free_accumulator(accumulator.index, elected);
         if constexpr (kSplit) {
           // A warp without rows has nothing to store, in all blocks of the cluster.
-          if (row + first_row >= args_.M) continue;
-          exchange(sums);
-          store_share(sums, scale, terms, row + first_row, first_column);
+          if (row + first_row < args_.M) {
+            exchange(sums);
+            store_share(sums, scale, terms, row + first_row, first_column);
+          }
         } else {
 #pragma unroll
           for (int s = 0; s < kStepColumns / kStoreColumns; ++s) {
