@@ -24,8 +24,8 @@
 // used: loads and storing warps of both blocks arrive there. tcgen05.commit arrives at freed and
 // multiplied of both blocks.
 //
-// How a block starts and ends. "Synchronise" is a barrier of all threads of the block, or of the
-// cluster if it has two blocks:
+// How a block starts and ends. "Synchronise" is a barrier of all threads of the block, or of both
+// blocks of a pair:
 //
 //   step                    performed by           explanation
 //   initialise mbarriers    thread 0               fence.mbarrier_init publishes them to TMA, to the
