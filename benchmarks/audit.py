@@ -313,7 +313,14 @@ def library_kernels() -> dict[tuple[int, str], Code]:
 
 
 def resident_kernel(
-    family: str, architecture: str, problem: Problem, config, code: Code, steps: int, launch: dict
+    family: str,
+    architecture: str,
+    problem: Problem,
+    config,
+    code: Code,
+    steps: int,
+    launch: dict,
+    splits: int = 1,
 ) -> Kernel:
     """Describes a Pallas or CUDA kernel; `launch` has the fields of `cuda.launch`."""
     tiling = config.tiling(problem, CHIP_OF[architecture])
@@ -345,7 +352,7 @@ def resident_kernel(
         tma_bytes=patch_bytes + streamed,
         tma_rows=patch_bytes // row_bytes + streamed // ROW_BYTES,
         slots=config.slots if columns else 0,
-        fills=chunks if columns else 0,
+        fills=-(-chunks // splits) if columns else 0,
     )
     shared = launch["shared_memory"]
     described = (problem.dtype, str(config), code, shared, columns, tile, loops)
@@ -410,6 +417,7 @@ def cuda_kernel(
         # For images the loop over K is unrolled.
         steps=1 if uncut else -(-tiles.chunks(problem) // config.splits),
         launch=cuda_launch.prepared(config, problem, CHIP_OF[architecture])[1],
+        splits=config.splits,
     )
 
 

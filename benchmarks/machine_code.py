@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import importlib.util
+import itertools
 import re
 import subprocess
 import tempfile
@@ -89,6 +90,13 @@ def innermost_loop(sass: str, opcode: re.Pattern) -> list[str]:
         return []
     _, start, end = min(loops)
     return lines[start : end + 1]
+
+
+def gaps(lines: list[str], opcode: re.Pattern) -> list[int]:
+    """Counts the instructions between consecutive instructions of these opcodes."""
+    found = filter(None, map(INSTRUCTION.search, lines))
+    matching = [i for i, match in enumerate(found) if opcode.match(match[1])]
+    return [after - before - 1 for before, after in itertools.pairwise(matching)]
 
 
 def jumped_over(lines: list[str], opcode: re.Pattern) -> list[str]:

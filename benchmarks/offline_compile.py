@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine_code import INSTRUCTION, MATRIX, count, cuda_root, innermost_loop
+from benchmarks.machine_code import INSTRUCTION, MATRIX, count, cuda_root, gaps, innermost_loop
 from pallas_patch_embed.base.chips import B200, B300, H200, Chip
 
 # The chips by their names in `--target`.
@@ -76,6 +76,7 @@ class Kernel:
       tile_loop: opcode -> count, in the innermost loop with all matrix multiplications.
       store_loop: opcode -> count, in the innermost loop with all loads of tensor memory; empty if
         there are none.
+      load_gaps: instructions between consecutive loads of tensor memory in this loop.
       sass: the machine code.
     """
 
@@ -89,6 +90,7 @@ class Kernel:
     multiplications: dict[str, int]
     tile_loop: dict[str, int]
     store_loop: dict[str, int]
+    load_gaps: list[int]
     sass: str
 
 
@@ -185,6 +187,7 @@ def read_kernel(sass: Path) -> Kernel:
     """Reads machine code, ptxas's report and resources from Mosaic's dump of a kernel."""
     report, code = sass.with_suffix(".ptxas").read_text(), sass.read_text()
     resources = sass.with_suffix(".resources.txt").read_text()
+    store_loop = innermost_loop(code, TENSOR_MEMORY_LOAD)
 
     def number(pattern: str, text: str) -> int:
         return sum(map(int, re.findall(pattern, text)))
@@ -201,7 +204,8 @@ def read_kernel(sass: Path) -> Kernel:
             Counter(m[1] for m in INSTRUCTION.finditer(code) if MATRIX.match(m[1]))
         ),
         tile_loop=count(innermost_loop(code, MATRIX)),
-        store_loop=count(innermost_loop(code, TENSOR_MEMORY_LOAD)),
+        store_loop=count(store_loop),
+        load_gaps=gaps(store_loop, TENSOR_MEMORY_LOAD),
         sass=code,
     )
 

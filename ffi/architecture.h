@@ -67,14 +67,14 @@ inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_column
 }
 
 struct Architecture {
-  int number;             // the number after `sm` in the names of kernels
-  int threads;            // threads of a block
-  int multiplying_warps;  // warps of a block that issue products
-  int storing_warps;      // warps of a block that store y
+  int number;              // the number after `sm` in the names of kernels
+  int threads;             // threads of a block
+  int multiplying_warps;   // warps of a block that issue products
+  int storing_warps;       // warps of a block that store y
+  const char* split_name;  // how names of kernels that split K begin the number of blocks
 
   int (*tile_rows)(const Config&);                     // rows of a tile
   int (*tensor_memory_columns)(int tile_n);            // 32-bit columns that a block allocates
-  int (*staying_chunks)(int rows, const int& chunks);  // chunks of a streamed weight that stay
   TensorMap (*patches)(const Config&, const Shapes&);  // the tensor maps
   TensorMap (*weight)(const Config&, const Shapes&);
   TensorMap (*y)(const Config&, const Shapes&);  // without a rank if TMA does not store y

@@ -74,6 +74,8 @@ std::vector<int> block_counts(Sharing sharing) {
         {{&own::kArchitecture, dtype, out_dtype, terms, tile_n, rows, sharing, blocks, slots, \
           weight},                                                                            \
          own::SharedOf<dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight>::bytes, \
+         own::SharedOf<dtype, out_dtype, terms, tile_n, rows, sharing, slots,                 \
+                       weight>::staying_chunks,                                               \
          capabilities});                                                                      \
   }
 #define PATCH_EMBED_ADD_ALL(architecture, dtype, ...)       \

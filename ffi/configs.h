@@ -8,8 +8,8 @@ namespace patch_embed {
 
 // Short names of the template arguments, which are parts of the names of kernels:
 // patch_embed_sm90_{dtype}_{out_dtype}_{table or offset}_{tile_n}x{rows}_{b1, b2, split or
-// cooperative}_s{slots}_{streamed or stationary}. A kernel that splits K has several configs; launch.h
-// names them. The lists of kernels have these arguments in the order of the name.
+// cooperative}_s{slots}_{streamed or stationary}. A kernel that splits K has several configs, whose
+// names have split2, split4 or split8 instead; on Hopper, which has no pairs, b2, b4 or b8. The lists of kernels have these arguments in the order of the name.
 namespace spelled {
 constexpr Type e4m3 = Type::kFloat8E4M3FN, i8 = Type::kInt8, bf16 = Type::kBFloat16;
 constexpr Type f32 = Type::kFloat32, u8 = Type::kUInt8;

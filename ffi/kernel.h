@@ -57,7 +57,7 @@ struct Segment {
 struct Arguments {
   CUtensorMap patches;      // [M, K]; or images, see patch_embed_sm90.h
   CUtensorMap weight;       // [N, K]; on Hopper in five dimensions, see patch_embed_sm90.h
-  CUtensorMap y;            // [M, N]; only for the Blackwell kernel, which stores by TMA
+  CUtensorMap y;            // [M, N]; only for Blackwell kernels that store by TMA
   const float* scale;       // [N]
   const void* table;        // [period, N] bfloat16, or [N] float32
   void* out;                // [M, N]
@@ -78,7 +78,7 @@ enum class Sharing {
   kOneBlock,     // one block; on Hopper one consumer warpgroup multiplies its half of a tile while
                  // the other one stores its half (ping-pong)
   kPair,         // two blocks, each with half of the rows (Blackwell)
-  kSplit,        // as kOneBlock in each of 2, 4 or kMostSplits blocks, which split K (Hopper)
+  kSplit,        // as kOneBlock in each of 2, 4 or kMostSplits blocks, which split K
   kCooperative,  // one block; both warpgroups multiply at the same time and share loads (Hopper)
 };
 constexpr int kMostSplits = 8;

@@ -51,8 +51,9 @@ inline std::string kernel_name(const Config& c, const std::string& blocks) {
          (c.stream_weight ? "_streamed" : "_stationary");
 }
 inline std::string kernel_name(const Config& c) {
-  const bool cooperative = c.sharing == Sharing::kCooperative;
-  return kernel_name(c, cooperative ? "cooperative" : "b" + std::to_string(c.blocks));
+  if (c.sharing == Sharing::kCooperative) return kernel_name(c, "cooperative");
+  const bool split = c.sharing == Sharing::kSplit;
+  return kernel_name(c, (split ? c.architecture->split_name : "b") + std::to_string(c.blocks));
 }
 
 // The name of a kernel's machine code, which PATCH_EMBED_KERNEL in the .cu files composes. Kernels
@@ -64,16 +65,18 @@ inline std::string symbol_name(const Config& c) {
 // A kernel's config and names, for the host.
 struct Kernel {
   Kernel(const Config& config, int64_t (*shared_memory_bytes)(int chunks),
-         std::vector<int> capabilities)
+         int (*staying_chunks)(int chunks), std::vector<int> capabilities)
       : config(config),
         name(kernel_name(config)),
         symbol(symbol_name(config)),
         shared_memory_bytes(shared_memory_bytes),
+        staying_chunks(staying_chunks),
         capabilities(std::move(capabilities)) {}
 
   Config config;
   std::string name, symbol;
   int64_t (*shared_memory_bytes)(int chunks);  // Shared::bytes of the kernel
+  int (*staying_chunks)(int chunks);           // Shared::staying_chunks of the kernel
   std::vector<int> capabilities;               // compute capabilities of the GPUs that run it
 };
 
@@ -172,7 +175,7 @@ inline std::string launch_of(const Kernel& kernel, const Shapes& s, Launch* laun
       architecture.multiplying_warps,
       architecture.storing_warps,
       architecture.tensor_memory_columns(config.tile_n),
-      config.stream_weight ? architecture.staying_chunks(config.rows, chunks) : chunks,
+      kernel.staying_chunks(chunks),
   };
   return "";
 }

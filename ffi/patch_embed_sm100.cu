@@ -12,8 +12,13 @@
 //              staging buffers, so that warps wait for products and never for each other.
 //
 // The weight is loaded together with patches: with those of the worker's first tile if it stays in
-// shared memory, or with those of every tile if it is streamed. Scale and table stay in registers
-// for a segment.
+// shared memory, or with those of every tile if it is streamed. Of a streamed weight the first chunks
+// stay, as many as there is room for. Scale and table stay in registers for a segment.
+//
+// If there are fewer tiles than multiprocessors, a cluster of 2, 4 or 8 blocks can compute each tile
+// (`split`). Each block multiplies a part of K. Then the storing warps exchange their partial sums
+// through distributed shared memory, and each block completes a part of the tile and stores it from
+// registers. The sums are added in the order of the blocks' ranks, so results do not depend on timing.
 //
 // patch_embed_sm100.h describes the barriers, and how a block starts and ends.
 
@@ -27,6 +32,7 @@
 #include "ptx/tcgen05.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
+#include "split.cuh"
 #include "timeline.cuh"
 
 namespace patch_embed::sm100 {
@@ -47,13 +53,15 @@ constexpr int kProductBytes = 32;
 // Roles of the first warpgroup's warps.
 constexpr int kFeedingWarp = 0, kMultiplyingWarp = 1, kAllocatingWarp = 2;
 
-template <Type dtype, Type out_dtype, bool has_table, int tile_n, int blocks, int slots,
+template <Type dtype, Type out_dtype, bool has_table, int tile_n, Sharing sharing, int slots,
           bool stream_weight, typename Tuned = Tuning<out_dtype, tile_n, slots>>
 class Worker {
  public:
-  static constexpr int kTileRows = blocks * kRows;
+  static constexpr bool kSplit = sharing == Sharing::kSplit;
+  static constexpr int kBlocks = row_blocks(sharing);
+  static constexpr int kTileRows = kBlocks * kRows;
   static constexpr int kTileK = kRowBytes / itemsize(dtype);
-  static constexpr int kWeightRows = tile_n / blocks;
+  static constexpr int kWeightRows = tile_n / kBlocks;
   static constexpr int kPatchesBytes = kRows * kRowBytes, kWeightBytes = kWeightRows * kRowBytes;
 
   // Columns of a storing warp, of a TMA store, and of a core matrix. A thread has two columns of
@@ -78,8 +86,12 @@ class Worker {
   static constexpr int kBuffers = Tuned::kStagingBuffers, kGroup = Tuned::kStoresPerGroup;
   static constexpr bool kKeepTable = Tuned::kKeepTable;
 
-  using Memory = Shared<out_dtype, tile_n, blocks, slots, stream_weight, Tuned>;
-  static_assert(blocks == 1 || blocks == 2, "a worker must be one block or a pair.");
+  using Blocks = std::conditional_t<kSplit, Cluster, OneBlock>;
+  using Memory = Shared<out_dtype, tile_n, sharing, slots, stream_weight, Tuned>;
+  static constexpr int kFirstStaying = stream_weight ? slots : 0;
+  static constexpr int kMostStaying = Memory::most_staying();
+  static_assert(sharing != Sharing::kCooperative,
+                "one thread multiplies for all storing warps, which always cooperate.");
   static_assert(tile_n % 64 == 0, "a slice of N must be a multiple of 64 columns.");
   static_assert(kAccumulators * tile_n <= kTensorMemory,
                 "the accumulators do not fit into tensor memory.");
@@ -107,9 +119,14 @@ class Worker {
                         sizeof(Memory::accumulator_freed) + sizeof(Memory::tensor_memory) <=
                     1024,
                 "the barriers need more than the 1024 bytes between buffers and weight.");
-  static_assert(offsetof(Memory, staged) == slots * kPatchesBytes &&
-                    offsetof(Memory, filled) ==
-                        slots * kPatchesBytes + kStoringWarps * kBuffers * kWarpRows * kStoreBytes,
+  static_assert(!kSplit || (!stream_weight && kKeepTable && kStepColumns == kColumns),
+                "a split of K needs a weight and terms that stay, and tiles of one step.");
+  static_assert(!kSplit || Memory::kVectors % kMostSplits == 0,
+                "the blocks of a cluster must complete equal numbers of vectors.");
+  static_assert(kSplit || (offsetof(Memory, staged) == slots * kPatchesBytes &&
+                           offsetof(Memory, filled) ==
+                               slots * kPatchesBytes +
+                                   kStoringWarps * kBuffers * kWarpRows * kStoreBytes),
                 "ring, buffers and barriers must be contiguous.");
   static_assert(sizeof(Memory) % 1024 == 0,
                 "the weight follows Shared and must be aligned to 1024 bytes for its swizzle.");
@@ -120,10 +137,13 @@ class Worker {
       : args_(args),
         shared_(shared),
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
-        rank_(blockIdx.x % blocks),
-        column_(blockIdx.x / blocks % (args.N / tile_n) * tile_n),
-        worker_(blockIdx.x / blocks / (args.N / tile_n)),
-        timeline_(args) {}
+        rank_(blockIdx.x % kBlocks),
+        column_(Blocks::worker() / kBlocks % (args.N / tile_n) * tile_n),
+        worker_(Blocks::worker() / kBlocks / (args.N / tile_n)),
+        timeline_(args),
+        split_(shared),
+        share_begin_(split_.first_chunk(args.chunks)),
+        share_end_(split_.end_chunk(args.chunks)) {}
 
   __device__ void run() {
     // Broadcasts lane 0's value, so that the compiler knows that the value is uniform in a warp.
@@ -132,13 +152,14 @@ class Worker {
     if (warp == kMultiplyingWarp && ptx::elect_sync()) {
       ptx::prefetch_tensormap(args_.patches);
       ptx::prefetch_tensormap(args_.weight);
-      ptx::prefetch_tensormap(args_.y);
+      if constexpr (!kSplit) ptx::prefetch_tensormap(args_.y);
     }
     __syncwarp();
-    if constexpr (blocks == 2) await_peer();
+    if constexpr (kBlocks == 2) await_peer();
+    Blocks::arrive();
     if (warp == kAllocatingWarp) {
-      ptx::tcgen05_alloc<blocks, kTensorColumns>(shared_.tensor_memory);
-      ptx::tcgen05_relinquish_alloc_permit<blocks>();
+      ptx::tcgen05_alloc<kBlocks, kTensorColumns>(shared_.tensor_memory);
+      ptx::tcgen05_relinquish_alloc_permit<kBlocks>();
     }
     synchronise();
     const uint32_t accumulators = shared_.tensor_memory;
@@ -146,13 +167,17 @@ class Worker {
       ptx::setmaxnreg_dec<kFirstRegisters>();
       if (warp == kFeedingWarp && ptx::elect_sync()) feed();
       if (warp == kMultiplyingWarp && rank_ == 0 && ptx::elect_sync()) multiply(accumulators);
+      if constexpr (kSplit) {
+        __syncwarp();
+        Blocks::wait();
+      }
     } else {
       ptx::setmaxnreg_inc<kStoreRegisters>();
       store(warp, accumulators);
     }
     __syncwarp();
     synchronise();
-    if (warp == kAllocatingWarp) ptx::tcgen05_dealloc<blocks, kTensorColumns>(accumulators);
+    if (warp == kAllocatingWarp) ptx::tcgen05_dealloc<kBlocks, kTensorColumns>(accumulators);
   }
 
  private:
@@ -187,10 +212,18 @@ class Worker {
     }
     for (int i = 0; i < kAccumulators; ++i) {
       ptx::mbarrier_init(shared_.multiplied[i], 1);
-      ptx::mbarrier_init(shared_.accumulator_freed[i], blocks * kStoringWarps);
+      ptx::mbarrier_init(shared_.accumulator_freed[i], kBlocks * kStoringWarps);
+    }
+    if constexpr (kSplit) {
+      for (auto& buffer : shared_.sums_arrived) {
+        for (auto& arrived : buffer) ptx::mbarrier_init(arrived, 1);
+      }
     }
     ptx::fence_mbarrier_init();
   }
+
+  // Returns the number of chunks that this block multiplies.
+  __device__ int chunks() const { return kSplit ? share_end_ - share_begin_ : args_.chunks; }
 
   // Waits until all threads of the pair have started and both blocks' mbarriers are initialised. A
   // pair may allocate tensor memory only after both blocks have been launched (PTX ISA,
@@ -204,7 +237,7 @@ class Worker {
   // Synchronises all threads of all blocks, and orders their accesses to tensor memory.
   __device__ static void synchronise() {
     ptx::tcgen05_fence_before_thread_sync();
-    if constexpr (blocks == 2) {
+    if constexpr (kBlocks == 2) {
       ptx::barrier_cluster_arrive();
       ptx::barrier_cluster_wait();
     } else {
@@ -246,58 +279,63 @@ class Worker {
 
   // Loads a box by TMA. The load arrives at the first block's barrier.
   __device__ void load(void* target, const CUtensorMap& map, int x, int y, ptx::Mbarrier& arrived) {
-    if constexpr (blocks == 2) {
+    if constexpr (kBlocks == 2) {
       ptx::cp_async_bulk_tensor_of_pair(target, map, x, y, ptx::mapa(&arrived, 0));
     } else {
       ptx::cp_async_bulk_tensor(target, map, x, y, arrived);
     }
   }
 
-  // Issues the loads of chunk k: its patches, from row `row` on, and its part of the weight.
+  // Returns whether the weight of chunk k stays in shared memory, and where the weight of a chunk is.
+  __device__ static bool stays(int k) { return !stream_weight || k < kMostStaying; }
+  __device__ uint8_t* weight(const RingSlot& slot, int k) const {
+    return weight_ + (stays(k) ? kFirstStaying + k : slot.index) * kWeightBytes;
+  }
+
+  // Issues the loads of chunk k of the block's share: its patches, from row `row` on, and its part of
+  // the weight.
   __device__ void load_chunk(const RingSlot& slot, int k, int row, bool with_weight) {
     ptx::Mbarrier& filled = shared_.filled[slot.index];
     if (rank_ == 0) {
       const int bytes = kPatchesBytes + (with_weight ? kWeightBytes : 0);
-      ptx::mbarrier_arrive_expect_tx(filled, blocks * bytes);
+      ptx::mbarrier_arrive_expect_tx(filled, kBlocks * bytes);
     }
-    load(shared_.patches[slot.index], args_.patches, k * kTileK, row, filled);
+    const int x = (share_begin_ + k) * kTileK;
+    load(shared_.patches[slot.index], args_.patches, x, row, filled);
     if (with_weight) {
-      load(weight_ + (stream_weight ? slot.index : k) * kWeightBytes, args_.weight, k * kTileK,
-           column_ + rank_ * kWeightRows, filled);
+      load(weight(slot, k), args_.weight, x, column_ + rank_ * kWeightRows, filled);
     }
     timeline_.stamp(Event::kLoadsIssued);
   }
 
   __device__ void feed() {
     const uint32_t tiles = for_each_tile([](const Segment&) {}, [&](int row, uint32_t n) {
-      for (int k = 0; k < args_.chunks; ++k) {
-        const RingSlot slot(n * args_.chunks + k);
+      for (int k = 0; k < chunks(); ++k) {
+        const RingSlot slot(n * chunks() + k);
         wait(shared_.freed[slot.index], slot.parity ^ 1, Event::kFreed);
-        load_chunk(slot, k, row, stream_weight || n == 0);
+        load_chunk(slot, k, row, !stays(k) || n == 0);
       }
     });
     // Waits until the last use of every slot is over, as if each were filled once more. Waiting
     // only for the last commit is not enough, because the ISA does not say that commits arrive in
     // order.
     for (int i = 0; i < slots; ++i) {
-      const RingSlot slot(tiles * args_.chunks + i);
+      const RingSlot slot(tiles * chunks() + i);
       ptx::mbarrier_wait(shared_.freed[slot.index], slot.parity ^ 1);
     }
   }
 
   // Issues the products of chunk k, and the commit that frees its slot when the products are done.
   __device__ void issue_products(uint32_t sums, const RingSlot& slot, int k) {
-    const uint32_t weight_part = stream_weight ? slot.index : k;
     const uint64_t a =
         ptx::tcgen05_matrix_descriptor(ptx::shared_address(shared_.patches[slot.index]));
-    const uint64_t b =
-        ptx::tcgen05_matrix_descriptor(ptx::shared_address(weight_ + weight_part * kWeightBytes));
+    const uint64_t b = ptx::tcgen05_matrix_descriptor(ptx::shared_address(weight(slot, k)));
 #pragma unroll
     for (int step = 0; step < kRowBytes; step += kProductBytes) {
-      ptx::tcgen05_mma<dtype, blocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
-                                      kInstruction, k > 0 || step > 0);
+      ptx::tcgen05_mma<dtype, kBlocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
+                                       kInstruction, k > 0 || step > 0);
     }
-    ptx::tcgen05_commit<blocks>(shared_.freed[slot.index]);
+    ptx::tcgen05_commit<kBlocks>(shared_.freed[slot.index]);
     timeline_.stamp(Event::kProductsIssued);
   }
 
@@ -307,12 +345,12 @@ class Worker {
       wait_for_accumulator(shared_.accumulator_freed[accumulator.index], accumulator.parity ^ 1,
                            Event::kMayMultiply);
       const uint32_t sums = accumulators + accumulator.index * tile_n;
-      for (int k = 0; k < args_.chunks; ++k) {
-        const RingSlot slot(n * args_.chunks + k);
+      for (int k = 0; k < chunks(); ++k) {
+        const RingSlot slot(n * chunks() + k);
         wait(shared_.filled[slot.index], slot.parity, Event::kFilled);
         issue_products(sums, slot, k);
       }
-      ptx::tcgen05_commit<blocks>(shared_.multiplied[accumulator.index]);
+      ptx::tcgen05_commit<kBlocks>(shared_.multiplied[accumulator.index]);
     });
   }
 
@@ -465,12 +503,66 @@ class Worker {
     }
   }
 
+  // If K is split, vector v of a thread is its v / kRowVectors-th row, in kVectorCores core matrices.
+  static constexpr int kVectorCores = 2, kRowVectors = kColumns / kCore / kVectorCores;
+
+  // Calls visit(word, v, i) for the word of a thread's i-th sum of each vector v.
+  template <typename Visit>
+  __device__ static void for_each_sum(Sums& sums, Visit visit) {
+    constexpr int kLoaded = kLoadColumns / kCore;
+#pragma unroll
+    for (int v = 0; v < Memory::kVectors; ++v) {
+      const int r = v / kRowVectors;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = v % kRowVectors * kVectorCores + i / 2;
+        visit(sums[r / 2][j / kLoaded][j % kLoaded * 4 + r % 2 * 2 + i % 2], v, i);
+      }
+    }
+  }
+
+  // Exchanges the partial sums of a tile with the other blocks.
+  __device__ void exchange(Sums& sums) {
+    ptx::Sum<dtype> vectors[Memory::kVectors][4];
+    for_each_sum(sums, [&](uint32_t& word, int v, int i) { ptx::from_bits(vectors[v][i], word); });
+    const auto sum_of = [&](int v, int i) -> auto& { return vectors[v][i]; };
+    split_.exchange(sum_of, [&](ptx::Mbarrier& arrived, uint32_t parity) {
+      wait(arrived, parity, Event::kLoaded);
+    });
+    for_each_sum(sums, [&](uint32_t& word, int v, int i) { word = ptx::bits(vectors[v][i]); });
+  }
+
+  // Stores the elements of y that this block completes. The warp's first row and column are `row` and
+  // `column`.
+  __device__ void store_share(const Sums& sums, const float2* scale, const Terms& terms, int row,
+                              int column) {
+#pragma unroll
+    for (int v = 0; v < Memory::kVectors; ++v) {
+      const int r = v / kRowVectors, own_row = row + r * kCore + thread_row();
+      if (!split_.completes(v) || own_row >= args_.M) continue;
+      auto* const y = static_cast<uint8_t*>(args_.out) +
+                      (int64_t{own_row} * args_.N + column + thread_column()) * kOutBytes;
+#pragma unroll
+      for (int m = 0; m < kVectorCores; ++m) {
+        const int j = v % kRowVectors * kVectorCores + m;
+        const float2 value = finish(sums, r, j, scale[j], terms.rows[has_table ? r : 0][j]);
+        if constexpr (out_dtype == Type::kFloat32) {
+          *reinterpret_cast<float2*>(y + j * kCore * kOutBytes) = value;
+        } else {
+          *reinterpret_cast<uint32_t*>(y + j * kCore * kOutBytes) =
+              ptx::cvt_rn_bf16x2(value.x, value.y);
+        }
+      }
+    }
+    timeline_.stamp(Event::kStoresIssued);
+  }
+
   // Arrives for this warp at the first block's barrier, after which the next products may overwrite
   // the accumulator.
   __device__ void free_accumulator(uint32_t index, bool elected) {
     ptx::tcgen05_fence_before_thread_sync();
     if (!elected) return;
-    if constexpr (blocks == 2) {
+    if constexpr (kBlocks == 2) {
       ptx::mbarrier_arrive_cluster(ptx::mapa(&shared_.accumulator_freed[index], 0));
     } else {
       ptx::mbarrier_arrive(shared_.accumulator_freed[index]);
@@ -496,6 +588,8 @@ class Worker {
       if constexpr (kKeepTable && has_table) load_terms(terms.rows, table_row, first_column);
     };
 
+    // The barriers of the other blocks exist when these blocks have arrived.
+    Blocks::wait();
     for_each_tile(begin, [&](int row, uint32_t n) {
       const Accumulator accumulator(n);
       wait_for_accumulator(shared_.multiplied[accumulator.index], accumulator.parity,
@@ -509,16 +603,24 @@ class Worker {
         const bool last = first + kStepColumns == kColumns;
         if (last && Tuned::kRelease == Release::kLoaded)
           free_accumulator(accumulator.index, elected);
+        if constexpr (kSplit) {
+          // A warp without rows has nothing to store, in all blocks of the cluster.
+          if (row + first_row < args_.M) {
+            exchange(sums);
+            store_share(sums, scale, terms, row + first_row, first_column);
+          }
+        } else {
 #pragma unroll
-        for (int s = 0; s < kStepColumns / kStoreColumns; ++s) {
-          const uint32_t number = n * kStores + first / kStoreColumns + s;
-          auto& buffer = staged[number % kBuffers];
-          if (s % kGroup == 0) wait_for_buffers(elected);
-          stage(sums, s, scale + first / kCore, terms, kKeepTable ? first / kCore : 0, buffer,
-                offset);
-          if (s % kGroup < kGroup - 1) continue;
-          issue_stores(staged, number, first_column + first + s * kStoreColumns, row + first_row,
-                       elected);
+          for (int s = 0; s < kStepColumns / kStoreColumns; ++s) {
+            const uint32_t number = n * kStores + first / kStoreColumns + s;
+            auto& buffer = staged[number % kBuffers];
+            if (s % kGroup == 0) wait_for_buffers(elected);
+            stage(sums, s, scale + first / kCore, terms, kKeepTable ? first / kCore : 0, buffer,
+                  offset);
+            if (s % kGroup < kGroup - 1) continue;
+            issue_stores(staged, number, first_column + first + s * kStoreColumns, row + first_row,
+                         elected);
+          }
         }
         if (last && Tuned::kRelease == Release::kStored)
           free_accumulator(accumulator.index, elected);
@@ -532,23 +634,32 @@ class Worker {
   uint8_t* const weight_;
   const int rank_, column_, worker_;
   Timeline timeline_;
+
+  // The block's part in a cluster that splits K, and its share of the chunks of K.
+  Split<Blocks, ptx::Sum<dtype>, Memory, kWarpgroup> split_;
+  const int share_begin_, share_end_;
 };
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];
 
 }  // namespace patch_embed::sm100
 
+// The number of blocks that split K is chosen at the launch.
+#define PATCH_EMBED_CLUSTER_b1 __cluster_dims__(1, 1, 1)
+#define PATCH_EMBED_CLUSTER_b2 __cluster_dims__(2, 1, 1)
+#define PATCH_EMBED_CLUSTER_split
+
 // clang-format off
 #define PATCH_EMBED_KERNEL(dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight)          \
   extern "C" __global__ void __launch_bounds__(patch_embed::sm100::kThreads, 1)                    \
-      __cluster_dims__(patch_embed::sm100::kBlocks<patch_embed::spelled::sharing>, 1, 1)         \
+      PATCH_EMBED_CLUSTER_##sharing                                                                \
       patch_embed_sm100_##dtype##_##out_dtype##_##terms##_##tile_n##x##rows##_##sharing##_s##slots \
       ##_##weight(const __grid_constant__ patch_embed::Arguments args) {                           \
     namespace spelled = patch_embed::spelled;                                                      \
     static_assert(rows == patch_embed::sm100::kRows, "a block has 128 rows of a tile.");           \
     using Worker = patch_embed::sm100::Worker<                                                     \
-        spelled::dtype, spelled::out_dtype, spelled::terms, tile_n,                                \
-        patch_embed::sm100::kBlocks<spelled::sharing>, slots, spelled::weight>;                  \
+        spelled::dtype, spelled::out_dtype, spelled::terms, tile_n, spelled::sharing, slots,       \
+        spelled::weight>;                                                                          \
     Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm100::shared_memory)).run();     \
   }
 // clang-format on

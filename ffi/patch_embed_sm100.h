@@ -15,6 +15,7 @@
 //   accumulator_freed[i]  8 per block: its     multiply, before it    the storing warps have loaded
 //                         storing warps        fills accumulator i    tile 2 n + i, or stored it
 //                                              again                  (Tuning::kRelease)
+//   sums_arrived[buffer][warp], only if K is split: see split.h
 //
 // `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed:
 // each role waits for every phase of its barriers, one after another.
@@ -23,8 +24,8 @@
 // used: loads and storing warps of both blocks arrive there. tcgen05.commit arrives at freed and
 // multiplied of both blocks.
 //
-// How a block starts and ends. "Synchronise" is a barrier of all threads of the block, or of the
-// cluster if it has two blocks:
+// How a block starts and ends. "Synchronise" is a barrier of all threads of the block, or of both
+// blocks of a pair:
 //
 //   step                    performed by           explanation
 //   initialise mbarriers    thread 0               fence.mbarrier_init publishes them to TMA, to the
@@ -32,6 +33,11 @@
 //   wait for the peer       both blocks, relaxed   a pair may allocate only when both blocks have been
 //                                                  launched, and no block is signalled before its
 //                                                  barriers exist
+//   arrive at the cluster   all threads, relaxed   only if K is split, in place of the wait for the
+//                                                  peer: no block sends sums before other blocks have
+//                                                  started and made their barriers. The storing
+//                                                  warps wait before their first tile, the other warps
+//                                                  when their role is over
 //   allocate, relinquish    one warp of a block    both blocks of a pair do it collectively
 //   synchronise             all threads            publishes the address of tensor memory
 //   setmaxnreg              each warpgroup         the first warpgroup releases registers that the
@@ -40,7 +46,9 @@
 //   wait for freed[slot]    feed, of each block    after the last use of every slot: no commit to this
 //                                                  block is pending, and all loads have arrived
 //   wait for multiplied     store                  for every tile: the last commit has arrived
-//   wait for stores' reads  store                  TMA has read the staging buffers
+//   wait for stores' reads  store                  TMA has read the staging buffers. If K is split, y
+//                                                  is written by ordinary stores instead, after the
+//                                                  warps have waited for all partial sums
 //   synchronise             all threads            the peer has arrived at accumulator_freed, and no
 //                                                  thread uses tensor memory any more
 //   deallocate              the allocating warp    a pair does it collectively, after both blocks have
@@ -53,6 +61,7 @@
 #include "architecture.h"
 #include "configs.h"
 #include "kernel.h"
+#include "split.h"
 
 namespace patch_embed::sm100 {
 
@@ -107,8 +116,9 @@ struct Tuning {
   static constexpr int kLoadColumns = kStepColumns % 64 ? 32 : 64;
 
   // Number of staging buffers of a storing warp in shared memory, a power of two. Each buffer holds
-  // the data of one TMA store. Beside six slots and a weight of 256 columns only one fits.
-  static constexpr int kStagingBuffers = tile_n == 256 && slots > 5 ? 1 : 2;
+  // the data of one TMA store. With 256 columns only one fits beside six slots and a weight that
+  // stays, and beside five slots a second one would leave no room for chunks of a streamed weight.
+  static constexpr int kStagingBuffers = tile_n == 256 && slots > 4 ? 1 : 2;
 
   // Number of stores that share a fence and a bulk group; with 1 each store is issued as soon as it
   // is staged. The value must divide the stores of a step and the number of buffers.
@@ -125,28 +135,55 @@ struct Tuning {
   static constexpr bool kKeepTable = true;
 };
 
+// Number of blocks that share the rows of a tile and its products: those of a pair.
+constexpr int row_blocks(Sharing sharing) { return sharing == Sharing::kPair ? 2 : 1; }
+
 // Shared memory of a block, which starts at a multiple of 1024 bytes because of the swizzle:
 //
 //   patches[slot]          kRows rows of kRowBytes of K
-//   staged[warp][buffer]   data of one TMA store: kWarpRows rows of 128 or 64 bytes of y, swizzled
+//   staged[warp][buffer]   data of one TMA store: kWarpRows rows of 128 or 64 bytes of y, swizzled.
+//                          Nothing is staged if K is split
+//   partial_sums           only if K is split: see split.h
 //   barriers, and the address of tensor memory
-//   weight                 after Shared: [tile_n / blocks, kRowBytes] for each chunk of K, or for
-//                          each slot if the weight is streamed
-template <Type out_dtype, int tile_n, int blocks, int slots, bool stream_weight,
+//   weight                 after Shared: [tile_n / row_blocks, kRowBytes] for each chunk of K (of the
+//                          block's share of K). If the weight is streamed, for each slot, followed by
+//                          the chunks that stay
+template <Type out_dtype, int tile_n, Sharing sharing, int slots, bool stream_weight,
           typename Tuned = Tuning<out_dtype, tile_n, slots>>
 struct alignas(1024) Shared {
   static constexpr int kStoreBytes = store_columns(out_dtype, tile_n) * itemsize(out_dtype);
-  static constexpr int kWeightBytes = tile_n / blocks * kRowBytes;
+  static constexpr int kWeightBytes = tile_n / row_blocks(sharing) * kRowBytes;
+  static constexpr int kStagingBuffers = sharing == Sharing::kSplit ? 0 : Tuned::kStagingBuffers;
+
+  // Vectors of four sums that a storing thread has of a tile, and its buffers for those of other
+  // blocks.
+  static constexpr int kVectors = kRows * tile_n / (kStorers * kWarpgroup) / 4;
+  static constexpr int kBuffers = sum_buffers(sharing);
 
   uint8_t patches[slots][kRows * kRowBytes];
-  uint8_t staged[kStoringWarps][Tuned::kStagingBuffers][kWarpRows * kStoreBytes];
+  uint8_t staged[kStoringWarps][kStagingBuffers][kWarpRows * kStoreBytes];
+  uint32_t partial_sums[kBuffers][kVectors][kStorers * kWarpgroup][4];
+  uint64_t sums_arrived[kBuffers][kStoringWarps];
   uint64_t filled[slots], freed[slots];
   uint64_t multiplied[kAccumulators], accumulator_freed[kAccumulators];
   uint32_t tensor_memory;
 
-  // Bytes of this struct and of the weight that follows it, if K has `chunks` chunks.
+  // Number of chunks of a streamed weight for which there is room beside the ring. They are the first
+  // ones, and stay.
+  static constexpr int most_staying() {
+    const int room = kMostSharedBytes - int(sizeof(Shared)) - slots * kWeightBytes;
+    return room > 0 ? room / kWeightBytes : 0;
+  }
+
+  // Number of chunks of the weight that stay, if K has `chunks` chunks.
+  static constexpr int staying_chunks(int chunks) {
+    return stream_weight && most_staying() < chunks ? most_staying() : chunks;
+  }
+
+  // Bytes of this struct and of the weight that follows it.
   static constexpr int64_t bytes(int chunks) {
-    return int64_t{sizeof(Shared)} + int64_t{stream_weight ? slots : chunks} * kWeightBytes;
+    const int parts = staying_chunks(chunks) + (stream_weight ? slots : 0);
+    return int64_t{sizeof(Shared)} + int64_t{parts} * kWeightBytes;
   }
 };
 
@@ -154,21 +191,17 @@ struct alignas(1024) Shared {
 // innermost dimension.
 //
 //   patches   [K, M], boxes of [kRowBytes of K, kRows]
-//   weight    [K, N], boxes of [kRowBytes of K, tile_n / blocks]
-//   y         [N, M], boxes of [store_columns, kWarpRows]
-
-// Number of blocks of a worker.
-template <Sharing sharing>
-constexpr int kBlocks = sharing == Sharing::kPair ? 2 : 1;
+//   weight    [K, N], boxes of [kRowBytes of K, tile_n / row_blocks]
+//   y         [N, M], boxes of [store_columns, kWarpRows]; none if K is split
 
 inline constexpr Architecture kArchitecture = {
     /*number=*/100,
     kThreads,
     kMultiplyingWarps,
     kStoringWarps,
-    /*tile_rows=*/[](const Config& config) { return config.blocks * config.rows; },
+    /*split_name=*/"split",
+    /*tile_rows=*/[](const Config& config) { return row_blocks(config.sharing) * config.rows; },
     tensor_memory_columns,
-    /*staying_chunks=*/[](int, const int&) { return 0; },
     /*patches=*/
     [](const Config& config, const Shapes& s) {
   return matrix(config.dtype, s.M, s.K, kRowBytes / itemsize(config.dtype), kRows);
@@ -176,10 +209,11 @@ inline constexpr Architecture kArchitecture = {
     /*weight=*/
     [](const Config& config, const Shapes& s) {
   return matrix(config.dtype, s.N, s.K, kRowBytes / itemsize(config.dtype),
-                config.tile_n / config.blocks);
+                config.tile_n / row_blocks(config.sharing));
 },
     /*y=*/
     [](const Config& config, const Shapes& s) {
+  if (config.splits() > 1) return TensorMap{};
   return matrix(config.out_dtype, s.M, s.N, store_columns(config.out_dtype, config.tile_n),
                 kWarpRows);
 },
@@ -187,16 +221,18 @@ inline constexpr Architecture kArchitecture = {
 
 // Shared of a kernel in the list below.
 template <Type, Type out_dtype, bool, int tile_n, int rows, Sharing sharing, int slots, bool weight>
-using SharedOf = Shared<out_dtype, tile_n, kBlocks<sharing>, slots, weight>;
+using SharedOf = Shared<out_dtype, tile_n, sharing, slots, weight>;
 
 // The kernels that are compiled for each dtype: X(dtype, out_dtype, terms, tile_n, rows, sharing,
 // slots, weight). There are as many slots as fit into shared memory together with the weight of
 // K = 768 and two staging buffers for each storing warp of 4 KiB, up to 8. Of kernels that are
 // equally fast by the estimate the first is chosen: the one with more slots, which fit beside one
 // buffer (256 columns) or smaller ones (192 columns in bfloat16), because the audit predicts that
-// the latency of loads limits fewer slots (docs/experiments/blackwell.md).
+// the latency of loads limits fewer slots (docs/experiments/blackwell.md). Kernels that split K have
+// as many slots as fit together with 12 chunks of the weight.
 // clang-format off
-#define PATCH_EMBED_SM100_STREAMED(X, dtype)                       \
+#define PATCH_EMBED_SM100_EVERY_DTYPE(X, dtype)                    \
+  PATCH_EMBED_OUTPUTS(X, dtype, 64, 128, split, 4, stationary)          \
   PATCH_EMBED_OUTPUTS(X, dtype, 256, 128, b2, 5, streamed)              \
   PATCH_EMBED_OUTPUTS(X, dtype, 192, 128, b2, 5, streamed)              \
   PATCH_EMBED_OUTPUTS(X, dtype, 128, 128, b2, 6, streamed)              \
@@ -210,7 +246,7 @@ using SharedOf = Shared<out_dtype, tile_n, kBlocks<sharing>, slots, weight>;
   PATCH_EMBED_OUTPUTS(X, dtype, 128, 128, b2, 7, stationary)            \
   PATCH_EMBED_OUTPUTS(X, dtype, 64, 128, b2, 8, stationary)             \
   PATCH_EMBED_OUTPUTS(X, dtype, 64, 128, b1, 7, stationary)             \
-  PATCH_EMBED_SM100_STREAMED(X, dtype)
+  PATCH_EMBED_SM100_EVERY_DTYPE(X, dtype)
 
 #define PATCH_EMBED_SM100_kFloat8E4M3FN(X) PATCH_EMBED_SM100_ONE_BYTE(X, e4m3)
 #define PATCH_EMBED_SM100_kInt8(X) PATCH_EMBED_SM100_ONE_BYTE(X, i8)
@@ -218,7 +254,7 @@ using SharedOf = Shared<out_dtype, tile_n, kBlocks<sharing>, slots, weight>;
   PATCH_EMBED_OUTPUTS(X, bf16, 128, 128, b2, 4, stationary)             \
   PATCH_EMBED_OUTPUTS(X, bf16, 64, 128, b2, 7, stationary)              \
   PATCH_EMBED_OUTPUTS(X, bf16, 64, 128, b1, 4, stationary)              \
-  PATCH_EMBED_SM100_STREAMED(X, bf16)
+  PATCH_EMBED_SM100_EVERY_DTYPE(X, bf16)
 // clang-format on
 
 }  // namespace patch_embed::sm100

@@ -48,6 +48,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
+#include "split.cuh"
 #include "timeline.cuh"
 
 namespace patch_embed::sm90 {
@@ -92,23 +93,6 @@ struct StreamedWeight {
                               ptx::Mbarrier* freed) {
     if (!stays(args, k)) ptx::mbarrier_arrive(freed[ring.slot]);
   }
-};
-
-// The two modes of a worker: one block, or a cluster of blocks that split K.
-struct OneBlock {
-  __device__ static uint32_t worker() { return blockIdx.x; }
-  __device__ static uint32_t rank() { return 0; }
-  __device__ static uint32_t count() { return 1; }
-  __device__ static void arrive() {}
-  __device__ static void wait() {}
-};
-
-struct Cluster {
-  __device__ static uint32_t worker() { return ptx::clusterid_x(); }
-  __device__ static uint32_t rank() { return ptx::cluster_ctarank(); }
-  __device__ static uint32_t count() { return ptx::cluster_nctarank(); }
-  __device__ static void arrive() { ptx::barrier_cluster_arrive_relaxed(); }
-  __device__ static void wait() { ptx::barrier_cluster_wait(); }
 };
 
 template <Type dtype, Type out_dtype, bool has_table, int tile_n, int rows, int slots,
@@ -203,10 +187,9 @@ class Worker {
         segments_(args.segments + Blocks::worker() / (args.N / tile_n) * args.segment_count),
         first_segment_(segments_[0]),
         timeline_(args),
-        rank_(Blocks::rank()),
-        splits_(Blocks::count()),
-        share_begin_(kSplit ? first_chunk_of_share(rank_, splits_, args.chunks) : 0),
-        share_end_(kSplit ? first_chunk_of_share(rank_ + 1, splits_, args.chunks) : args.chunks) {}
+        split_(shared),
+        share_begin_(split_.first_chunk(args.chunks)),
+        share_end_(split_.end_chunk(args.chunks)) {}
 
   __device__ void run() {
     if (threadIdx.x == 0) make_barriers();
@@ -547,68 +530,18 @@ class Worker {
 
   // Returns whether this block completes a row of a part. Others complete it only if K is split.
   __device__ bool completes(int part, int r) const {
-    if constexpr (kSplit) return (part * kPartRows + r) * splits_ / Memory::kVectors == rank_;
+    if constexpr (kSplit) return split_.completes(part * kPartRows + r);
     return true;
   }
 
-  // Returns the place of this thread's partial sums of a vector, which is row v % kPartRows of part
-  // v / kPartRows, in a buffer of the block that completes the vector. They come from block `source`.
-  __device__ uint32_t (&partial_sums(int buffer, int v, uint32_t source))[4] {
-    return shared_.partial_sums[buffer][v * splits_ % Memory::kVectors + source][threadIdx.x];
-  }
-
-  // Returns the i-th of the thread's four sums of a vector.
-  __device__ static auto& sum_of(Sums& sums, int v, int i) {
-    return sums[0][4 * (i / 2 * kGroups + v / kPartRows) + 2 * (v % kPartRows) + i % 2];
-  }
-
-  // Sends the thread's sums to the blocks that complete them, and adds up the partial sums of the
-  // vectors that this block completes. The other sums remain partial.
+  // Exchanges the partial sums of a tile. Vector v is row v % kPartRows of part v / kPartRows.
   __device__ void exchange(Sums& sums) {
-    const int buffer = exchanges_ % kSumBuffers, parity = exchanges_ / kSumBuffers % 2;
-    ++exchanges_;
-    ptx::Mbarrier& arrived = shared_.sums_arrived[buffer][threadIdx.x / 32];
-    // Each block begins with the vectors of the next rank, so that not all blocks send to the same
-    // block at the same time. The loop visits all vectors twice, because registers cannot be indexed.
-#pragma unroll
-    for (int i = 0; i < 2 * Memory::kVectors; ++i) {
-      const uint32_t target = i * splits_ / Memory::kVectors;
-      if (target <= rank_ || target >= rank_ + splits_) continue;
-      const int v = i % Memory::kVectors;
-      const uint32_t rank = v == i ? target : target - splits_;
-      uint32_t words[4];
-      for (int j = 0; j < 4; ++j) words[j] = ptx::bits(sum_of(sums, v, j));
-      ptx::st_async(ptx::mapa(partial_sums(buffer, v, rank_), rank), words,
-                    ptx::mapa(&arrived, rank));
-    }
-    if (threadIdx.x % 32 == 0) {
-      constexpr int kBytes = Memory::kVectors * 32 * 16;
-      ptx::mbarrier_arrive_expect_tx(arrived, kBytes - kBytes / splits_);
-    }
-    wait(arrived, parity, Event::kLoaded);
-#pragma unroll
-    for (int v = 0; v < Memory::kVectors; ++v) {
-      if (completes(v / kPartRows, v % kPartRows)) add_up(sums, buffer, v);
-    }
-  }
-
-  // Adds up the partial sums of a vector, always in the order of ranks.
-  __device__ void add_up(Sums& sums, int buffer, int v) {
-    ptx::Sum<kFactorType> found[kMostSplits][4];
-#pragma unroll
-    for (int source = 0; source < kMostSplits; ++source) {
-      if (source < splits_) load(found[source], partial_sums(buffer, v, source));
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      auto& own = sum_of(sums, v, i);
-      auto total = rank_ == 0 ? own : found[0][i];
-#pragma unroll
-      for (int source = 1; source < kMostSplits; ++source) {
-        if (source < splits_) total += source == rank_ ? own : found[source][i];
-      }
-      own = total;
-    }
+    const auto sum_of = [&](int v, int i) -> auto& {
+      return sums[0][4 * (i / 2 * kGroups + v / kPartRows) + 2 * (v % kPartRows) + i % 2];
+    };
+    split_.exchange(sum_of, [&](ptx::Mbarrier& arrived, uint32_t parity) {
+      wait(arrived, parity, Event::kLoaded);
+    });
   }
 
   // Returns the first of the thread's columns, relative to the worker's first column.
@@ -816,11 +749,9 @@ class Worker {
   const Segment first_segment_;
   Timeline timeline_;
 
-  // If K is split: this block's rank in the cluster, the number of blocks, this block's share of
-  // the chunks of K, and the number of exchanges of this warp.
-  const uint32_t rank_, splits_;
+  // The block's part in the cluster, and its share of the chunks of K.
+  Split<Blocks, ptx::Sum<kFactorType>, Memory> split_;
   const int share_begin_, share_end_;
-  uint32_t exchanges_ = 0;
 };
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];

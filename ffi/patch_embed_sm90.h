@@ -21,10 +21,7 @@
 //                                                                    chunks
 //   columns_arrived     1 and bytes: producer  both consumer         scale has arrived, and offset if
 //                                              warpgroups, once      there is no table
-//   sums_arrived[buffer][warp], only if K is split
-//                       1: lane 0 of the warp; that warp, before it  the partial sums of the warp's
-//                       bytes: the same warp   adds up the sums      exchange 2 n + buffer have
-//                       of the other blocks                          arrived from all other blocks
+//   sums_arrived[buffer][warp], only if K is split: see split.h
 //
 // `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed.
 // The producer waits for every phase of freed and weight_freed, one after another. Cooperative
@@ -44,25 +41,6 @@
 // The other warpgroup then does not know whether the phases of these chunks have completed. It does
 // not need to know this: the ring has at least kChunksAfterHandover more slots than a half tile has
 // chunks, so the previous load of each slot that it waits for is older than these chunks.
-//
-// If K is split, the warps of the same number in all blocks of a cluster exchange partial sums,
-// once for each tile in which the warp has rows of y. These are the same tiles in all blocks. In an
-// exchange a warp sends its sums to each other block by st.async, which stores them there and adds
-// their bytes to sums_arrived of the receiving warp. Then the warp waits for the sums that it gets.
-// The exchanges of a warp use two buffers in turn, each with its barrier. No barrier needs to say
-// that a buffer may be written again:
-//
-//   - When a warp sends the sums of exchange n + 2, it has waited for those of exchange n + 1. So
-//     the warp of each other block has sent its sums of exchange n + 1, and before that it has read
-//     the buffer of exchange n.
-//   - For the same reason the other warp has waited for its phase of exchange n, so the bytes of
-//     exchange n + 2 never count for that phase. The bytes of exchange n + 1 may arrive before the
-//     last bytes of exchange n, so a single barrier would not be enough.
-//   - Bytes may arrive before the arrival that expects them: the phase does not complete without it.
-//   - All stores of other blocks into a block belong to exchanges for which one of its warps waits.
-//     So no block exits while another one may write to its shared memory. No block reads the memory
-//     of another one, and st.async sends registers, so a block may exit while its stores are under
-//     way.
 //
 // How a block starts and ends:
 //
@@ -89,7 +67,7 @@
 #include "architecture.h"
 #include "configs.h"
 #include "kernel.h"
-#include "ptx/matrix_descriptor.h"  // PATCH_EMBED_HOST_DEVICE
+#include "split.h"
 
 namespace patch_embed::sm90 {
 
@@ -196,17 +174,6 @@ constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks
   return wanted < slots ? wanted : slots;
 }
 
-// If K is split, a cluster of 2, 4 or kMostSplits blocks computes a tile together. A block
-// multiplies a contiguous share of the chunks of K and completes an equal share of the tile's
-// vectors, which are the rows of parts. The partial sums of a tile that a block receives fill one
-// of kSumBuffers buffers.
-constexpr int kSumBuffers = 2;
-
-// Index of the first chunk of a block's share. The shares of two blocks differ by at most one chunk.
-constexpr PATCH_EMBED_HOST_DEVICE int first_chunk_of_share(int rank, int splits, int chunks) {
-  return rank * chunks / splits;
-}
-
 // Rows of patches in a slot: those of one warpgroup, or of both.
 constexpr int slot_rows(Sharing sharing, int rows) {
   return sharing == Sharing::kCooperative ? kConsumers * rows : rows;
@@ -220,9 +187,10 @@ template <Type dtype, int tile_n, int rows, int slots, bool stream_weight, Shari
 struct alignas(1024) Shared {
   static constexpr int kWeightSlots = weight_slots(tile_n, rows, slots, stream_weight);
 
-  // Vectors of four sums that a consumer thread has, and its buffers for those of other blocks.
+  // Vectors of four sums that a consumer thread has, which are the rows of parts, and its buffers for
+  // those of other blocks.
   static constexpr int kVectors = sum_registers(tile_n, rows) / 4;
-  static constexpr int kBuffers = sharing == Sharing::kSplit ? kSumBuffers : 0;
+  static constexpr int kBuffers = sum_buffers(sharing);
 
   uint8_t patches[slots][slot_rows(sharing, rows) * slot_row_bytes(dtype)];
   uint32_t partial_sums[kBuffers][kVectors][kConsumers * kWarpgroup][4];
@@ -230,6 +198,11 @@ struct alignas(1024) Shared {
   uint64_t filled[slots], freed[slots], weight_freed[kWeightSlots];
   uint64_t sums_arrived[kBuffers][kMultiplyingWarps];
   uint64_t other_products_issued[kConsumers], columns_arrived;
+
+  // Number of chunks of the weight that stay, if K has `chunks` chunks.
+  static constexpr int staying_chunks(int chunks) {
+    return stream_weight ? sm90::staying_chunks(rows, chunks) : chunks;
+  }
 
   // Bytes of this struct and of the weight that follows it, if a block multiplies `chunks` chunks.
   static constexpr int64_t bytes(int chunks) {
@@ -301,9 +274,9 @@ inline constexpr Architecture kArchitecture = {
     kThreads,
     kMultiplyingWarps,
     /*storing_warps=*/kMultiplyingWarps,
+    /*split_name=*/"b",
     /*tile_rows=*/[](const Config& config) { return kConsumers * config.rows; },
     /*tensor_memory_columns=*/[](int) { return 0; },
-    staying_chunks,
     patches_map,
     weight_map,
     /*y=*/[](const Config&, const Shapes&) { return TensorMap{}; },

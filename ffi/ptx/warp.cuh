@@ -3,6 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+
+#include "../kernel.h"
 
 namespace patch_embed::ptx {
 
@@ -100,9 +103,19 @@ __device__ __forceinline__ void membar_cta_if(uint32_t word) {
       "@found membar.cta; }" ::"r"(word));
 }
 
-// Returns the bits of a number.
+// The type of a sum of products.
+template <Type dtype>
+using Sum = std::conditional_t<dtype == Type::kInt8, int32_t, float>;
+
+// Return the bits of a number, and the number with these bits.
 __device__ __forceinline__ uint32_t bits(float value) { return __float_as_uint(value); }
 __device__ __forceinline__ uint32_t bits(int32_t value) { return static_cast<uint32_t>(value); }
+__device__ __forceinline__ void from_bits(float& value, uint32_t bits) {
+  value = __uint_as_float(bits);
+}
+__device__ __forceinline__ void from_bits(int32_t& value, uint32_t bits) {
+  value = static_cast<int32_t>(bits);
+}
 
 // Generates no instruction. The compiler must assume that the value changes here, so it cannot
 // compute anything from it earlier.

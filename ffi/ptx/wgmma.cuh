@@ -26,10 +26,6 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// The type of an accumulator.
-template <Type dtype>
-using Sum = std::conditional_t<dtype == Type::kInt8, int32_t, float>;
-
 // Bytes of K that one wgmma multiplies.
 constexpr int kProductBytes = 32;
 

@@ -93,8 +93,8 @@ class CudaConfig:
       rows: rows of a tile that one warpgroup (Hopper) or one thread block (Blackwell) multiplies.
       cooperative: whether both warpgroups multiply at the same time. Otherwise one multiplies while
         the other one stores; always on Blackwell.
-      blocks: thread blocks of a worker. On Hopper they split K among them, on Blackwell the rows of
-        a tile.
+      blocks: thread blocks of a worker. They split K among them; on Blackwell two of them can be a
+        pair instead, which shares the rows of a tile.
       slots: number of slots of the ring of patches.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
       built: whether the library contains the kernel.
@@ -122,13 +122,12 @@ class CudaConfig:
     @property
     def splits(self) -> int:
         """Number of blocks among which the chunks of K are split."""
-        return self.blocks if self.blocks > 1 and architectures()[self.capability].splits_k else 1
+        return _splits()[self.name]
 
     @property
     def symbol(self) -> str:
         """Name of the kernel's machine code, which does not depend on the number of splits."""
-        split = self.splits > 1
-        return self.name.replace(f"_b{self.blocks}_", "_split_") if split else self.name
+        return re.sub(r"_(b|split)\d_", "_split_", self.name) if self.splits > 1 else self.name
 
     @property
     def operands(self) -> tuple[str, str, bool]:
@@ -142,12 +141,12 @@ class CudaConfig:
     def time(self, problem: Problem, chip: Chip) -> float:
         """Estimates the time of the worker with the most tiles.
 
-        The unit is a cycle on Hopper, and the time to multiply one row by one column on others.
+        The unit is a cycle on Hopper. On others it is the time to multiply one row by one column,
+        and a split of K does not count.
         """
         tiling = self.tiling(problem, chip)
         if self.capability != HOPPER:
-            a_tile = self.tile_m // self.blocks * self.tile_n + tiles.TILE_OVERHEAD
-            return tiling.tiles_per_worker * a_tile
+            return tiling.tiles_per_worker * (self.rows * self.tile_n + tiles.TILE_OVERHEAD)
         chunks = -(-tiles.chunks(problem) // self.splits)
         streamed = 0
         if self.stream_weight:
@@ -186,12 +185,18 @@ class CudaConfig:
             tile_n=self.tile_n,
             slots=self.slots,
             rows=self.tile_m // passes if hopper else self.rows,
-            columns=self.tile_n if hopper else self.tile_n // self.blocks,
+            columns=self.tile_n * self.splits // self.blocks,
             passes=passes,
             splits=self.splits,
             streamed=streamed,
             pixels=pixels,
         )
+
+    def microseconds(self, problem: Problem, chip: Chip) -> float:
+        """Predicts the time of a launch."""
+        hopper = self.capability == HOPPER
+        constants = time_model.CUDA_SM90 if hopper else time_model.CUDA_SM100
+        return time_model.microseconds(self.work(problem, chip), constants, problem.dtype)
 
     def launch(self, problem: Problem, chip: Chip) -> dict[str, Any]:
         """Plans a launch for a problem; see the function `launch`."""
@@ -214,13 +219,19 @@ class CudaConfig:
             )
         planned = self.launch(problem, chip)
         if self.tuning is not None:
-            self.check_tuning(planned["shared_memory"], chip)
+            shared_memory = planned["shared_memory"]
+            if self.stream_weight:
+                # With a tuning, chunks of the weight stay only if there is room for them.
+                part = self.tile_n * self.splits // self.blocks * tiles.ROW_BYTES
+                shared_memory -= planned["staying_chunks"] * part
+            self.check_tuning(shared_memory, chip)
 
     def check_tuning(self, shared_memory: int, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if the tuning is impossible for the kernel.
 
         Args:
-          shared_memory: bytes of shared memory that a block of the library's kernel needs.
+          shared_memory: bytes of shared memory that a block of the library's kernel needs, without
+        the chunks of a streamed weight that stay.
           chip: the GPU.
         """
         if self.capability != cuda_tuning.CAPABILITY:
@@ -380,19 +391,6 @@ def _check_driver() -> None:
         raise NotImplementedError(reason)
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """An architecture that has kernels.
-
-    Attributes:
-      chips: the chips that run its kernels, one for each compute capability.
-      splits_k: whether the blocks of a worker split K. Otherwise they share the rows of its tiles.
-    """
-
-    chips: tuple[Chip, ...]
-    splits_k: bool
-
-
 def _kernels() -> list[dict[str, Any]]:
     return _call_json(library().patch_embed_kernels)
 
@@ -405,14 +403,23 @@ def configs() -> tuple[CudaConfig, ...]:
 
 
 @functools.cache
-def architectures() -> dict[int, Architecture]:
-    """Returns the architectures that have kernels, by the number after `sm` in their names."""
+def _splits() -> dict[str, int]:
+    """Returns the number of blocks among which each kernel splits K, by the kernel's name."""
+    return {kernel["name"]: kernel["splits"] for kernel in _kernels()}
+
+
+@functools.cache
+def architectures() -> dict[int, tuple[Chip, ...]]:
+    """Returns the chips that run kernels, by the number after `sm` in the kernels' names.
+
+    There is one chip for each compute capability.
+    """
     kernels, found = _kernels(), {}
     for number in sorted({kernel["capability"] for kernel in kernels}):
         own = [kernel for kernel in kernels if kernel["capability"] == number]
         capabilities = {divmod(x, 10) for kernel in own for x in kernel["capabilities"]}
         if chips := tuple(chip for chip in CHIPS if chip.capability in capabilities):
-            found[number] = Architecture(chips, any(kernel["splits"] > 1 for kernel in own))
+            found[number] = chips
     return found
 
 
@@ -496,9 +503,25 @@ def _by_time(problem: Problem, capability: int, chip: Chip) -> list[CudaConfig]:
             fitting.append(config)
     if not fitting:
         raise NotImplementedError(reasons[-1])
-    stationary = {(c.tile_n, c.blocks) for c in fitting if not c.stream_weight}
-    kept = (c for c in fitting if not c.stream_weight or (c.tile_n, c.blocks) not in stationary)
-    return sorted(kept, key=lambda c: (c.time(problem, chip), c.blocks))
+    shared = lambda c: (c.tile_n, c.blocks, c.splits)  # noqa: E731
+    stationary = {shared(c) for c in fitting if not c.stream_weight}
+    kept = (c for c in fitting if not c.stream_weight or shared(c) not in stationary)
+    ranked = sorted(kept, key=lambda c: (c.time(problem, chip), c.blocks))
+    return ranked if capability == HOPPER else _by_prediction(ranked, problem, chip)
+
+
+def _by_prediction(ranked: list[CudaConfig], problem: Problem, chip: Chip) -> list[CudaConfig]:
+    """Returns the kernels with those that split K in the places that their predictions give them.
+
+    `ranked` is in order of `CudaConfig.time`, which does not count a split of K. So a kernel that
+    splits K comes first if it is predicted to be faster than the first one that does not.
+    """
+    whole = [config for config in ranked if config.splits == 1]
+    predicted = {c: c.microseconds(problem, chip) for c in ranked if c.splits > 1}
+    split = sorted(predicted, key=lambda c: predicted[c])
+    most = whole[0].microseconds(problem, chip)
+    faster = [config for config in split if predicted[config] < most]
+    return faster + whole + split[len(faster) :]
 
 
 def candidates(problem: Problem, target: Target) -> list[CudaConfig]:
@@ -555,12 +578,10 @@ def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
     if target.known and target.chip is None:
         # This is known without loading the library.
         raise NotImplementedError(f"it needs an NVIDIA GPU; the target is {target}.")
-    found = {c: tiles.chip_for(target, known.chips) for c, known in architectures().items()}
+    found = {c: tiles.chip_for(target, known) for c, known in architectures().items()}
     chips = {capability: chip for capability, chip in found.items() if chip is not None}
     if not chips:
-        capabilities = [
-            chip.capability for known in architectures().values() for chip in known.chips
-        ]
+        capabilities = [chip.capability for known in architectures().values() for chip in known]
         *others, last = map("{0[0]}.{0[1]}".format, capabilities)
         raise NotImplementedError(
             f"it needs compute capability {', '.join(others)} or {last}; the target is {target}."
@@ -627,9 +648,7 @@ def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) 
     time = None
     if target.known:
         ((capability, chosen_config),) = chosen.items()
-        work = chosen_config.work(problem, chips[capability])
-        constants = time_model.CUDA_SM90 if capability == HOPPER else time_model.CUDA_SM100
-        time = time_model.microseconds(work, constants, problem.dtype)
+        time = chosen_config.microseconds(problem, chips[capability])
     return Plan(
         lambda *operands: tiles.flatten_leading_axes(problem, operands, compute),
         config=", ".join(map(str, chosen.values())),

@@ -71,7 +71,7 @@ class Tuning:
     def of_library(cls, out_dtype: str, tile_n: int, slots: int) -> "Tuning":
         """Returns the tuning of the library's kernels with this width and number of slots."""
         step = tile_n // 2 if tile_n < 256 else 32 if out_dtype == "f32" else 64
-        buffers = 1 if tile_n == 256 and slots > 5 else 2
+        buffers = 1 if tile_n == 256 and slots > 4 else 2
         return cls(step, 32 if step % 64 else 64, staging_buffers=buffers)
 
     def variants(self) -> list["Tuning"]:

@@ -231,4 +231,4 @@ PATCHIFY_LAUNCH, PATCHIFY_MEMORY = 1.59, 2.04
 # Predictions: the constants of Hopper's kernels, but tiles wait in tensor memory to be stored, so
 # that neither a tile nor its wait costs time.
 MOSAIC_SM100 = dataclasses.replace(MOSAIC_SM90, tile=0.0, wait=0.0, streamed=1.0)
-CUDA_SM100 = dataclasses.replace(MOSAIC_SM100, launch=CUDA_SM90.launch)
+CUDA_SM100 = dataclasses.replace(MOSAIC_SM100, launch=CUDA_SM90.launch, exchange=CUDA_SM90.exchange)

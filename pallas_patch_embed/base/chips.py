@@ -113,7 +113,8 @@ B200 = Chip(
     _rates(4096, 8192, 8192),
 )
 # tcgen05.mma has no kind::i8 on a B300 (PTX ISA). mma.sync multiplies int8 at 1 / 16 of bfloat16's
-# rate: NVIDIA states 24 sparse POPS for the 72 GPUs of a GB300 NVL72.
+# rate: NVIDIA states 24 sparse POPS for the 72 GPUs of a GB300 NVL72, and 2 for an HGX B300's 8.
+# At this clock that is 287 and, because it is rounded to whole POPS, 215 dense products per cycle.
 B300 = dataclasses.replace(
     B200,
     name="NVIDIA B300",
@@ -164,7 +165,7 @@ RTX_PRO_6000 = Chip(
     _rates(512, 1024, 1024),
 )
 # The chip of a DGX Spark. At Hot Chips 2025 NVIDIA stated 1 sparse PFLOPS of FP4 and 31 TFLOPS in
-# float32, from which the clock and the rates follow as for the RTX PRO 6000.
+# float32, from which the clock and the rates follow as for the RTX PRO 6000, and 24 MB of L2 cache.
 SPARK = Chip(
     "NVIDIA GB10",
     (12, 1),

@@ -89,6 +89,15 @@ STORE_LOOP = {
 }
 
 
+# Between the two loads of tensor memory of a step ptxas puts at most this many instructions, by
+# output dtype, whether the accumulators are integers, and width of a slice, as in the CUDA kernel
+# (docs/experiments/blackwell.md). In all other kernels they are back to back.
+LATE_LOADS = {
+    ("bfloat16", False, 256): 31,
+    ("bfloat16", True, 256): 62,
+}
+
+
 def blackwell_cases():
     """Yields (shapes, dtype, out_dtype, table, images) for each process that compiles."""
     fixed = [shape.name for shape in NAMED_SHAPES if not shape.name.startswith("NaFlex")]
@@ -130,8 +139,10 @@ def test_the_Blackwell_kernel_compiles_to_what_its_config_says(
         # Table, scales and offsets are in registers, TMA stores the results, and nothing is called.
         assert not {"LD", "LDG", "LDL", "LDS", "STL", "STG", "ST", "CALL"} & set(loop)
         assert loop["UTMASTG"] == config.tile_n // 2 // config.store_n(problem)
-        most = STORE_LOOP[out_dtype, dtype == "int8", config.tile_n] + (config.buffers == 1)
-        assert sum(loop.values()) <= most, shape
+        key = out_dtype, dtype == "int8", config.tile_n
+        assert sum(loop.values()) <= STORE_LOOP[key] + (config.buffers == 1), shape
+        waiting_together = kernel["load_gaps"][::2]
+        assert waiting_together and max(waiting_together) <= LATE_LOADS.get(key, 0), shape
 
 
 @needs_compilers

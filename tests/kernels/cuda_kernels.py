@@ -70,8 +70,10 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
     # Each row of a slot holds a chunk of K, or two lines of a patch.
     rows = (2 if config.cooperative else 1) * config.rows
     ring = config.slots * rows * (96 if pixels else 128)
-    # If K is split, a block has a share of the weight's chunks.
-    splits = config.blocks if hopper else 1
+    # If K is split, a block has a share of the weight's chunks. A pair shares the weight's rows.
+    splits = config.blocks if hopper or "_split" in config.name else 1
+    # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
+    sums = 2 * (4 * config.tile_m * config.tile_n + 8 * 8) if splits > 1 else 0
     streamed, parts = 0, config.slots if config.stream_weight else -(-chunks // splits)
     if hopper and config.stream_weight:
         # The weight's slots fill the memory that the patches and 2 KiB leave.
@@ -92,28 +94,36 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
             swizzle=128,
         )
         y = None
-        rest = 2 * 4 * config.tile_n + 8 * (2 * config.slots + streamed + 3)
-        if splits > 1:
-            # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
-            rest += 2 * (4 * config.tile_m * config.tile_n + 8 * 8)
+        rest = 2 * 4 * config.tile_n + 8 * (2 * config.slots + streamed + 3) + sums
+    elif splits > 1:
+        weight, y = matrix(config.dtype, N, K, config.tile_n, inner), None
+        # The barriers of slots and of two accumulators, and the address of tensor memory.
+        rest = sums + 8 * (2 * config.slots + 4) + 4
     else:
         weight = matrix(config.dtype, N, K, config.tile_n // config.blocks, inner)
         half = config.tile_n // 2 * out_size
         store_bytes = 128 if half % 128 == 0 else 64
         # Each warp stores its own 32 rows.
         y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
-        # Beside six slots and 256 columns there is only one buffer for each warp.
-        buffers = 1 if config.tile_n == 256 and config.slots == 6 else 2
+        # With 256 columns and more than four slots there is only one buffer for each warp.
+        buffers = 1 if config.tile_n == 256 and config.slots > 4 else 2
         rest = 2 * buffers * 128 * store_bytes + 1024
-    # Chunks 0, 4 and 8 of a streamed weight stay in shared memory if a warpgroup has 128 rows and K
-    # has at most 16 chunks.
-    some = len(range(0, min(chunks, 12), 4)) if config.rows == 128 and chunks <= 16 else 0
-    staying = (some if hopper else 0) if config.stream_weight else chunks
+    shared_memory, staying = -(-(ring + rest) // 1024) * 1024 + weight_bytes, chunks
+    if config.stream_weight and hopper:
+        # Chunks 0, 4 and 8 of a streamed weight stay in the first slots if a warpgroup has 128 rows
+        # and K has at most 16 chunks.
+        some = config.rows == 128 and chunks <= 16
+        staying = len(range(0, min(chunks, 12), 4)) if some else 0
+    elif config.stream_weight:
+        # The first chunks stay in what is left of 227 KiB.
+        part = config.tile_n * 128 // config.blocks
+        staying = min(chunks, (227 * 1024 - shared_memory) // part)
+        shared_memory += staying * part
     return dict(
         thread_blocks=workers * N // config.tile_n * config.blocks,
         cluster=config.blocks,
         threads=384,
-        shared_memory=-(-(ring + rest) // 1024) * 1024 + weight_bytes,
+        shared_memory=shared_memory,
         chunks=chunks,
         patches=(
             lines_of_patches(M, config.rows, pixels)

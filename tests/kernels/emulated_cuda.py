@@ -32,7 +32,7 @@ class Config(cuda_backend.CudaConfig):
 
     @property
     def splits(self) -> int:
-        return self.blocks if self.capability == 90 else 1
+        return self.blocks if self.capability == 90 or "_split" in self.name else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,8 @@ class CudaCase:
     capability: int = 90
     cooperative: bool = False
     blocks: int = 1
+    # Number of blocks that split K; the others share the rows of a tile.
+    splits: int = 1
     # Height and width of the images that the kernel cuts into patches.
     image: tuple[int, int] | None = None
     # Members of `Tuning` whose values differ from the built kernels.
@@ -71,7 +73,7 @@ class CudaCase:
         return instance(
             *(SPELLED[self.dtype], SPELLED[self.out_dtype]),
             "offset" if self.table == "none" else "table",
-            *(self.tile_n, self.blocks, self.slots),
+            *(self.tile_n, self.sharing, self.slots),
             "streamed" if self.stream_weight else "stationary",
             **self.tuning,
         )
@@ -84,7 +86,7 @@ class CudaCase:
     @property
     def buffers(self) -> int:
         """Returns the number of staging buffers of a storing warp of the Blackwell kernel."""
-        of_library = 1 if self.tile_n == 256 and self.slots > 5 else 2
+        of_library = 1 if self.tile_n == 256 and self.slots > 4 else 2
         return self.tuning.get("kStagingBuffers", of_library)
 
     @property
@@ -94,21 +96,32 @@ class CudaCase:
             return "chosen"
         columns = "offset" if self.table == "none" else "table"
         weight = "streamed" if self.stream_weight else "stationary"
-        sharing = "cooperative" if self.cooperative else f"b{self.blocks}"
         return (
             f"patch_embed_sm{self.capability}_{self.source_dtype}_{SPELLED[self.out_dtype]}_"
-            f"{columns}_{self.tile_n}x{self.rows}_{sharing}_s{self.slots}_{weight}"
+            f"{columns}_{self.tile_n}x{self.rows}_{self.sharing}_s{self.slots}_{weight}"
         )
+
+    @property
+    def sharing(self) -> str:
+        """Returns how the kernel's name says how blocks and warpgroups share a tile."""
+        if self.cooperative:
+            return "cooperative"
+        return f"{'split' if self.capability == 100 and self.splits > 1 else 'b'}{self.blocks}"
 
     @property
     def tile_m(self) -> int:
         """Returns the number of rows of a tile."""
-        return (2 if self.capability == 90 else self.blocks) * self.rows
+        return (2 if self.capability == 90 else self.blocks // self.splits) * self.rows
 
     @property
     def slot_rows(self) -> int:
         """Returns the number of rows of patches in a slot."""
         return (2 if self.cooperative else 1) * self.rows
+
+    @property
+    def weight_rows(self) -> int:
+        """Returns the rows of the weight that a block of the Blackwell kernel loads."""
+        return self.tile_n * self.splits // self.blocks
 
     @property
     def store_n(self) -> int:
@@ -124,7 +137,7 @@ def split(
     patches: tuple[int, ...], N: int, dtype: str, table: str, blocks: int, **more
 ) -> CudaCase:
     """Makes a case of the Hopper kernel that splits K among the blocks of a cluster."""
-    return CudaCase(patches, N, dtype, table, 64, 8, blocks=blocks, **more)
+    return CudaCase(patches, N, dtype, table, 64, 8, blocks=blocks, splits=blocks, **more)
 
 
 def cooperative(patches: tuple[int, ...], N: int, dtype: str, table: str, tile_n: int, **more):
@@ -270,9 +283,47 @@ CASES["Blackwell, two blocks, streamed weight, slots and accumulators used again
 )
 
 
+# Two chunks of the weight stay, and four are streamed.
+SOME_STAY = CudaCase(
+    *((5, 200, 768), 256, INT8, "shared", 256, 5),
+    rows=128,
+    stream_weight=True,
+    capability=100,
+    blocks=2,
+)
+CASES["Blackwell, two blocks, some chunks of a streamed weight stay"] = SOME_STAY
 CASES["Blackwell, two blocks, four slots and two buffers"] = CudaCase(
     *((5, 97, 256), 256, INT8, "shared", 256, 4), rows=128, capability=100, blocks=2
 )
+
+
+def blackwell_split(
+    patches: tuple[int, ...], N: int, dtype: str, table: str, blocks: int, **more
+) -> CudaCase:
+    """Makes a case of the Blackwell kernel that splits K among the blocks of a cluster."""
+    more |= dict(rows=128, capability=100, blocks=blocks, splits=blocks)
+    return CudaCase(patches, N, dtype, table, 64, 4, **more)
+
+
+CASES |= {
+    f"Blackwell, split by {name}": case
+    for name, case in {
+        "2": blackwell_split((1, 64, 256), 64, BF16, "shared", 2),
+        "2, a chunk more in one block": blackwell_split((3, 73, 640), 64, INT8, "shared", 2),
+        "2, more chunks than slots": blackwell_split((2, 97, 1536), 64, INT8, "none", 2),
+        "4, two slices": blackwell_split((1, 100, 640), 128, FP8, "none", 4),
+        "4, ten chunks": blackwell_split((2, 73, 640), 64, BF16, "per image", 4),
+        "8": blackwell_split((1, 64, 512), 64, BF16, "shared", 8),
+        "8, float32": blackwell_split((1, 130, 1152), 64, INT8, "shared", 8, out_dtype="float32"),
+        "2, float32, no table": blackwell_split(
+            (5, 100, 512), 64, FP8, "none", 2, out_dtype="float32"
+        ),
+        "4, few rows": blackwell_split((1, 5, 384), 64, BF16, "none", 4, out_dtype="float32"),
+        "2, slots and accumulators used again": blackwell_split(
+            (8, 128, 256), 64, BF16, "shared", 2
+        ),
+    }.items()
+}
 
 
 def compiled(case: CudaCase, *options: str) -> str:
@@ -315,10 +366,11 @@ def tensor_maps(case, M, K, patches, weight, y):
     if case.capability == 100:
         return (
             first,
-            matrix("weight", weight, itemsize, case.N, K, (inner, case.tile_n // case.blocks)),
+            matrix("weight", weight, itemsize, case.N, K, (inner, case.weight_rows)),
+            # Kernels that split K do not read this map.
             matrix("y", y, out_itemsize, M, case.N, (case.store_n, 32)),
         )
-    vector = 4 if case.config.splits > 1 else 16 // out_itemsize
+    vector = 4 if case.splits > 1 else 16 // out_itemsize
     group = 4 * vector
     second = TensorMap(
         base=weight,
@@ -337,22 +389,28 @@ def shared_bytes(case, chunks):
     """Returns the bytes of dynamic shared memory of a block, as `Shared::bytes` computes them."""
     # Each row of a slot holds a chunk of K, or two lines of a patch of 16 pixels.
     ring = case.slots * case.slot_rows * (96 if case.image else tiles.ROW_BYTES)
-    splits, weight_slots = case.config.splits, case.slots
+    splits, weight_slots = case.splits, case.slots
+    # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
+    sums = 2 * (4 * case.tile_m * case.tile_n + 8 * 8) if splits > 1 else 0
     if case.capability == 90:
         room = 227 * 1024 - ring - 2048
         weight_slots = room // (case.tile_n * tiles.ROW_BYTES)
         barriers = 2 * case.slots + 3 + (weight_slots if case.stream_weight else 0)
-        rest = 2 * 4 * case.tile_n + 8 * barriers
-        if splits > 1:
-            # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
-            rest += 2 * (4 * case.tile_m * case.tile_n + 8 * 8)
+        rest = 2 * 4 * case.tile_n + 8 * barriers + sums
+    elif splits > 1:
+        # Nothing is staged. The last member is the address of tensor memory.
+        rest = sums + 8 * (2 * case.slots + 4) + 4
     else:
         staged = case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize
         rest = 2 * case.buffers * staged + 1024
-    # If K is split, each block has a share of its chunks. Blackwell's blocks share the columns.
+    # If K is split, each block has a share of its chunks. The blocks of a pair share the columns.
     parts = weight_slots if case.stream_weight else -(-chunks // splits)
-    weight = parts * case.tile_n * splits // case.blocks * tiles.ROW_BYTES
-    return -(-(ring + rest) // 1024) * 1024 + weight
+    part = case.tile_n * splits // case.blocks * tiles.ROW_BYTES
+    used = -(-(ring + rest) // 1024) * 1024 + parts * part
+    if case.capability == 100 and case.stream_weight:
+        # The first chunks of a streamed weight stay in what is left of 227 KiB.
+        used += min(chunks, (227 * 1024 - used) // part) * part
+    return used
 
 
 def cut_sizes(case: CudaCase) -> tuple[int, int]:

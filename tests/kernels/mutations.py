@@ -466,6 +466,9 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
             return "another barrier of these warps is next to it, with no memory access in between"
         if not any(re.match(rf"{GUARDED}|ld|st|mbarrier", o) for rest in behind() for o in rest):
             return "only tcgen05.dealloc follows, and the drains come before it"
+    if opcode.startswith("barrier.cluster.wait"):
+        if not any(re.match(rf"{GUARDED}|ld|st|mbarrier", o) for rest in behind() for o in rest):
+            return "its warp accesses no memory afterwards"
     if opcode.startswith("tcgen05.fence::after"):
         covered = (
             itertools.takewhile(lambda o: not o.startswith("tcgen05.fence::after"), rest)

@@ -110,7 +110,10 @@ def test_a_kernels_name_tells_its_config():
     for config in configs():
         kind = "table" if config.has_table else "offset"
         way = "streamed" if config.stream_weight else "stationary"
-        sharing = "cooperative" if config.cooperative else f"b{config.blocks}"
+        # Hopper has no pairs, so there b2 is a split of K.
+        split = config.splits > 1 and config.capability != 90
+        sharing = f"{'split' if split else 'b'}{config.blocks}"
+        sharing = "cooperative" if config.cooperative else sharing
         assert config.name == (
             f"patch_embed_sm{config.capability}_{config.dtype}_{config.out_dtype}_{kind}_"
             f"{config.tile_n}x{config.rows}_{sharing}_s{config.slots}_{way}"
@@ -120,17 +123,21 @@ def test_a_kernels_name_tells_its_config():
 
 @built
 def test_the_configs_that_split_K_have_one_kernel_for_all_numbers_of_blocks():
-    found = [config for config in configs(capability=90) if config.blocks > 1]
-    assert sorted({config.blocks for config in found}) == [2, 4, 8]
+    found = [config for config in configs() if config.splits > 1]
+    for capability in CHIPS:
+        own = [config for config in found if config.capability == capability]
+        assert sorted({config.blocks for config in own}) == [2, 4, 8]
     assert all(config.splits == config.blocks for config in found)
     assert {config.symbol for config in found} == {
-        f"patch_embed_sm90_{dtype}_{out_dtype}_{kind}_64x64_split_s8_stationary"
+        f"patch_embed_{kernel}_stationary".format(f"{dtype}_{out_dtype}_{kind}")
+        for kernel in ("sm90_{}_64x64_split_s8", "sm100_{}_64x128_split_s4")
         for dtype in ("e4m3", "i8", "bf16")
         for out_dtype in ("bf16", "f32")
         for kind in ("table", "offset")
     }
     others = [config for config in configs() if config not in found]
-    assert all(config.symbol == config.name and config.splits == 1 for config in others)
+    assert all(config.symbol == config.name for config in others)
+    assert all(config.blocks <= (2 if config.capability == 100 else 1) for config in others)
 
 
 @built
@@ -184,6 +191,7 @@ def test_shapes_that_cannot_be_launched_are_refused(shapes, reason):
 
 
 @built
+@pytest.mark.parametrize("capability", CHIPS)
 @pytest.mark.parametrize(
     "blocks, K, reason",
     [
@@ -192,9 +200,9 @@ def test_shapes_that_cannot_be_launched_are_refused(shapes, reason):
         (4, 384, "K is 384, expected at least 512 bytes"),
     ],
 )
-def test_a_K_that_cannot_be_split_is_refused(blocks, K, reason):
+def test_a_K_that_cannot_be_split_is_refused(capability, blocks, K, reason):
     fine = dict(M=64, N=768, K=1024, period=64, workers=1, segments=1)
-    config = next(c for c in configs(capability=90, dtype="i8", blocks=blocks))
+    config = next(c for c in configs(capability=capability, dtype="i8") if c.splits == blocks)
     assert cuda.launch(config, **fine)["cluster"] == blocks
     with pytest.raises(NotImplementedError, match=reason):
         cuda.launch(config, **(fine | dict(K=K)))
@@ -247,6 +255,10 @@ def test_every_named_shape_has_a_kernel(all_built, capability):
         ("B/16 224", 4736, "bfloat16", 100, "256x128_b2_s5_streamed"),
         ("B/16 224", 1, "int8", 100, "64x128_b1_s7_stationary"),
         ("So400m/16 256", 4736, "int8", 100, "192x128_b2_s7_stationary"),
+        ("B/32 256", 1, "int8", 100, "64x128_split8_s4_stationary"),
+        ("B/32 256", 4, "bfloat16", 100, "64x128_split4_s4_stationary"),
+        ("B/32 256", 8, "float8_e4m3fn", 100, "64x128_split2_s4_stationary"),
+        ("B/32 256", 32, "float8_e4m3fn", 100, "128x128_b2_s6_streamed"),
     ],
 )
 def test_the_kernel_with_the_smallest_estimated_time_is_chosen(

@@ -1,13 +1,12 @@
 """The CUDA kernel for Blackwell without a GPU: descriptors, tuning and machine code."""
 
 import ctypes
-import itertools
 import re
 import subprocess
 
 import pytest
 
-from benchmarks.machine_code import INSTRUCTION, count, cuda_root, innermost_loop, read_cubin
+from benchmarks.machine_code import INSTRUCTION, count, cuda_root, gaps, innermost_loop, read_cubin
 from pallas_patch_embed.backends.cuda_tuning import Tuning
 from tests.kernels.knobs import instance
 from tests.repository import ROOT
@@ -107,25 +106,26 @@ def test_an_instruction_has_the_types_and_the_shape(host, dtype, sums, operand, 
     assert found == expected | dict(rows=rows // 16, columns=columns // 8)
 
 
-FINE = ("i8", "bf16", "table", 256, 2, 4, "stationary")
+FINE = ("i8", "bf16", "table", 256, "b2", 4, "stationary")
 
 
 @pytest.mark.parametrize(
     "arguments, tuning, message",
     [
         (
-            ("i8", "bf16", "table", 256, 3, 4, "stationary"),
+            ("i8", "bf16", "table", 256, "cooperative", 4, "stationary"),
             {},
-            "a worker must be one block or a pair",
+            "storing warps, which always cooperate",
         ),
-        (("i8", "bf16", "table", 96, 2, 4, "stationary"), {}, "a multiple of 64 columns"),
-        (("i8", "bf16", "offset", 512, 2, 2, "stationary"), {}, "do not fit into tensor memory"),
+        (("i8", "bf16", "table", 96, "b2", 4, "stationary"), {}, "a multiple of 64 columns"),
+        (("i8", "bf16", "offset", 512, "b2", 2, "stationary"), {}, "do not fit into tensor memory"),
         (
-            ("i8", "bf16", "table", 64, 2, 1, "stationary"),
+            ("i8", "bf16", "table", 64, "b2", 1, "stationary"),
             {},
             "at least 2 slots are needed",
         ),
-        (("i8", "bf16", "table", 256, 2, 9, "streamed"), {}, "do not fit into shared memory"),
+        (("i8", "bf16", "table", 256, "b2", 9, "streamed"), {}, "do not fit into shared memory"),
+        (("i8", "bf16", "table", 64, "split", 4, "streamed"), {}, "a split of K needs a weight"),
         (FINE, dict(kLoadColumns=128, kStepColumns=128), "a load must have 16, 32 or 64 columns"),
         (
             FINE,
@@ -136,7 +136,7 @@ FINE = ("i8", "bf16", "table", 256, 2, 4, "stationary")
         (FINE, dict(kStepColumns=128), "need too many registers"),
         (FINE, dict(kStoresPerGroup=2), "groups of stores must divide the stores of a step"),
         (
-            ("i8", "bf16", "offset", 256, 2, 2, "stationary"),
+            ("i8", "bf16", "offset", 256, "b2", 2, "stationary"),
             dict(kStepColumns=128, kStagingBuffers=1, kStoresPerGroup=2),
             "must divide the buffers",
         ),
@@ -192,24 +192,19 @@ LATE_LOADS = {
 LATE_IN_INT8 = {key for key in LATE_LOADS if key[1] == 128}
 
 
-def gaps_between_loads(sass, per_step):
-    """Counts the instructions between consecutive loads of tensor memory of the same step."""
-    found = filter(None, map(INSTRUCTION.search, innermost_loop(sass, re.compile("LDTM"))))
-    loads = [i for i, match in enumerate(found) if match[1].startswith("LDTM")]
-    gaps = [after - before - 1 for before, after in itertools.pairwise(loads)]
-    return [gap for i, gap in enumerate(gaps, 1) if i % per_step]
-
-
 def assert_loads_are_back_to_back(codes):
     """Asserts that loads of tensor memory overlap, except in the kernels of LATE_LOADS."""
     for name, sass in codes.items():
         _, _, _, dtype, out_dtype, terms, tile, _, slots, _ = name.split("_")
         columns = int(tile.split("x")[0])
         tuning = Tuning.of_library(out_dtype, columns, int(slots[1:]))
-        gaps = gaps_between_loads(sass, 2 * tuning.step_columns // tuning.load_columns)
+        loads = re.compile("LDTM")
+        per_step = 2 * tuning.step_columns // tuning.load_columns
+        found = gaps(innermost_loop(sass, loads), loads)
+        waiting_together = [gap for i, gap in enumerate(found, 1) if i % per_step]
         key = (out_dtype, columns, terms)
         most = 0 if key in LATE_IN_INT8 and dtype != "i8" else LATE_LOADS.get(key, 0)
-        assert gaps and max(gaps) <= most, (name, gaps)
+        assert waiting_together and max(waiting_together) <= most, (name, waiting_together)
 
 
 PRODUCT = {"e4m3": "UTCQMMA", "i8": "UTCIMMA", "bf16": "UTCHMMA"}
@@ -245,6 +240,14 @@ def test_no_kernel_spills_and_a_tile_touches_no_global_memory(nvcc, dtype, chip,
     assert {opcode: found.get(opcode, 0) for opcode in expected} == expected
     assert not {*MEMORY, "STS", "BAR", "ERRBAR", "CCTL"} & set(found)
     assert sum(found.values()) <= (365 if dtype == "i8" else 240)
+
+    code = codes[f"patch_embed_sm100_{dtype}_bf16_table_64x128_split_s4_stationary"]
+    found = count(code.splitlines())
+    # A thread sends 8 vectors to other blocks, from 15 places, because each block begins with the
+    # vectors of the next one. It adds up those of 8 blocks, and stores the two words of a vector.
+    expected = dict(LDTM=2, STAS=15, STG=16, UTMASTG=0, STSM=0, UCGABAR_ARV=1, UCGABAR_WAIT=2)
+    assert {opcode: found.get(opcode, 0) for opcode in expected} == expected
+    assert found["LDS"] >= 64 and not {"LDL", "STL", "ST"} & set(found)
 
     found = count(innermost_loop(codes[name.format("f32")], re.compile("LDTM")))
     expected = dict(LDTM=8, FFMA2=64, STS=64, MEMBAR=4, FENCE=4, UTMASTG=4, SYNCS=2)

@@ -40,11 +40,12 @@ NAMES = (
     "two blocks, streamed weight, two stores a tile",
     "one block, segments of several tiles, two slices",
 )
-# CUDA kernels that cover the same features.
+# CUDA kernels that cover the same features, and a split of K.
 CUDA_NAMES = (
     "Blackwell, two blocks, segments of several tiles",
     "Blackwell, two blocks, streamed weight, slots and accumulators used again",
     "Blackwell, one block, segments of several tiles, two slices",
+    "Blackwell, split by 2, slots and accumulators used again",
 )
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
