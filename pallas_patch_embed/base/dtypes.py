@@ -60,3 +60,7 @@ TABLE = {row.name: row for row in _ROWS}
 
 DTYPES = tuple(TABLE)
 OUT_DTYPES = ("bfloat16", "float32")
+
+# The dtypes of the dense layers of an encoder in 8 bits, and of all encoders.
+EIGHT_BITS = ("int8",)
+LAYER_DTYPES = (*OUT_DTYPES, *EIGHT_BITS)

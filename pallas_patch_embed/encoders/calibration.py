@@ -90,7 +90,7 @@ class Calibration:
         arrays |= {"losses": self.losses, "weights": self.weights}
         about = dict(bfloat16=self.bfloat16, pictures=self.pictures, source=self.source)
         content = save(arrays, {"format": FORMAT, "calibration": json.dumps(about)})
-        with written_atomically(_file(path)) as file:
+        with written_atomically(calibration_file(path)) as file:
             file.write(content)
 
     @classmethod
@@ -102,7 +102,7 @@ class Calibration:
         """
         import safetensors
 
-        file = _file(path)
+        file = calibration_file(path)
         try:
             with safetensors.safe_open(file, "numpy") as stored:
                 metadata = stored.metadata() or {}
@@ -185,6 +185,17 @@ class Calibration:
 
     def __repr__(self) -> str:
         return f"Calibration({self.pictures} pictures, {self.source})"
+
+
+def is_calibration(path: Path) -> bool:
+    """Returns whether `Calibration.save` wrote this file."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, "numpy") as stored:
+            return bool((stored.metadata() or {}).get("format") == FORMAT)
+    except (OSError, safetensors.SafetensorError):
+        return False
 
 
 def calibrate(encoder: Encoder, images: AnyArray | Sequence[AnyArray] | None = None) -> Calibration:
@@ -291,7 +302,8 @@ def cosine_distances(found: Array, exact: Array) -> Array:
     return np.asarray(1 - (found * exact).sum(1) / np.maximum(lengths, 1e-300))
 
 
-def _file(path: str | os.PathLike[str]) -> Path:
+def calibration_file(path: str | os.PathLike[str]) -> Path:
+    """Returns the file of a calibration that is given by its path, or by that of its folder."""
     path = Path(path)
     return path / FILE if path.is_dir() else path
 
