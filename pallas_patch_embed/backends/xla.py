@@ -80,7 +80,7 @@ def run(
       scale: [..., N] float32.
       table: [..., S, N], [..., 1, N] or [N], bfloat16 or float32.
       others: the operands of the epilogue.
-      out_dtype: "bfloat16" or "float32"; "int8" if the epilogue has levels.
+      out_dtype: "bfloat16" or "float32"; the dtype of patches if the epilogue has levels.
       epilogue: that of a dense layer.
 
     Returns:
@@ -123,5 +123,5 @@ def run(
         y = y + given["residual"].reshape(y.shape).astype(jnp.float32)
     if epilogue.levels:
         factor, shift = given["levels"]
-        y = to_levels(y * factor + shift)
+        y = to_levels(y * factor + shift, out_dtype)
     return y.astype(out_dtype)

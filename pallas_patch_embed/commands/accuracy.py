@@ -209,7 +209,8 @@ def calibration_for(
     if not first:
         raise ValueError("accuracy: no picture could be read, expected at least 6.")
     source = "every second picture of this command"
-    found = calibrate(exact, first if exact.config.naflex else np.stack(first))
+    given = first if exact.config.naflex else np.stack(first)
+    found = calibrate(exact, given, dtype=arguments.dtype)
     return dataclasses.replace(found, source=source), slice(1, None, 2)
 
 

@@ -81,9 +81,9 @@ def load_encoder(
         such as model.fp16.safetensors), or with open_clip_config.json and open_clip_model
         .safetensors; a single .safetensors file; a big_vision .npz file; or the name of a model on
         the Hugging Face hub, which huggingface_hub downloads.
-      dtype: dtype of all layers after the patch embedding: "bfloat16", "float32" or "int8". With
-        "int8" the dense layers of the blocks compute in 8 bits and all others in bfloat16, which is
-        also the dtype of results (docs/eight_bits.md).
+      dtype: dtype of all layers after the patch embedding: "bfloat16", "float32", "int8" or
+        "float8_e4m3fn". With the last two the dense layers of the blocks compute in 8 bits and all
+        others in bfloat16, which is also the dtype of results (docs/eight_bits.md).
       patch_dtype: dtype of the patch embedding: "float32", "bfloat16", "float8_e4m3fn" or "int8".
       image_size: size of the images in pixels, the side of a square or (height, width). The
         positions are resized to the grid of such images. None for the checkpoint's own size. NaFlex
@@ -103,10 +103,10 @@ def load_encoder(
         `std` of timm's and open_clip's configs or the `image_mean` and `image_std` of a
         preprocessor_config.json or processor_config.json beside the weights, and without one those
         of the family's published checkpoints.
-      calibration: for dtype "int8": from `calibrate`, or the path of its file. None for
+      calibration: for 8 bits: from `calibrate` for this dtype, or the path of its file. None for
         calibration.safetensors in the checkpoint's folder; without it the encoder is calibrated on
         the photographs of this package, with a warning.
-      min_cosine: for dtype "int8": layers stay in bfloat16, those that hurt most first, until the
+      min_cosine: for 8 bits: layers stay in bfloat16, those that hurt most first, until the
         mean cosine of the calibration's pictures to float32 is expected to be this, such as 0.9995.
         None for all layers in 8 bits. The encoder's repr says which layers stay.
 
@@ -266,11 +266,11 @@ class _Load:
             calibration = Calibration.load(beside)
         if calibration is None:
             exact = _assemble(weights, config, size, self.patch_dtype, "float32", interpolation)
-            calibration = calibrate(exact)
+            calibration = calibrate(exact, dtype=self.dtype)
         blocks = weights["blocks"]
-        calibration = calibration.of_first(blocks, config)
+        calibration = calibration.of_first(blocks, config, self.dtype)
         kept = calibration.kept(self.min_cosine, blocks)
-        prepared = eight_bits.prepare(blocks, calibration.statistics, config)
+        prepared = eight_bits.prepare(blocks, calibration.statistics, config, self.dtype)
         others = _assemble(
             weights | {"blocks": {}}, config, size, self.patch_dtype, "bfloat16", interpolation
         )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pallas_patch_embed.base.levels import LARGEST
+from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.encoders.config import Config
 
 type Array = npt.NDArray[Any]
@@ -79,15 +79,20 @@ class Prepared(NamedTuple):
         MLP's hidden layer is a multiple of MULTIPLE.
       statistics: of each dense layer's input.
       levels: [L, 2], factor and shift of the levels that fc2 gets.
+      dtype: dtype of levels and weights, one of `EIGHT_BITS`.
     """
 
     blocks: dict[str, Any]
     statistics: dict[str, Statistics]
     levels: Array
+    dtype: str
 
 
-def prepare(blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config) -> Prepared:
+def prepare(
+    blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config, dtype: str
+) -> Prepared:
     """Pads the hidden layer, smooths the inputs of layers, and computes their static scales."""
+    limit = TABLE[dtype].largest
     blocks = {name: dict(p) for name, p in blocks.items()}
     statistics = dict(statistics)
     _pad_hidden(blocks, statistics, config)
@@ -97,7 +102,7 @@ def prepare(blocks: dict[str, Any], statistics: dict[str, Statistics], config: C
         _divide_input(blocks, statistics, layer, by)
     by = _smoothing(statistics["out"], blocks["out"]["kernel"])
     largest = (statistics["out"].magnitude / by).max(1, keepdims=True)
-    by = by * np.where(largest > 0, largest, 1) / LARGEST
+    by = by * np.where(largest > 0, largest, 1) / limit
     D, qkv = config.width, {name: x.copy() for name, x in blocks["qkv"].items()}
     qkv["kernel"][:, :, 2 * D :] /= by[:, None, :]
     qkv["bias"][:, 2 * D :] /= by
@@ -105,9 +110,11 @@ def prepare(blocks: dict[str, Any], statistics: dict[str, Statistics], config: C
     _divide_input(blocks, statistics, "out", by)
     least, largest = statistics["fc2"].least.min(1), statistics["fc2"].largest.max(1)
     least, largest = np.minimum(least, 0), np.maximum(largest, 0)
-    factor = 2 * LARGEST / np.maximum(largest - least, 1e-30)
-    levels = np.stack([factor, -LARGEST - least * factor], 1).astype(np.float32)
-    return Prepared(blocks, statistics, levels)
+    if not TABLE[dtype].holds_levels:  # Float8 is most exact near 0, so 0 is not shifted.
+        least, largest = -np.maximum(-least, largest), np.maximum(-least, largest)
+    factor = 2 * limit / np.maximum(largest - least, 1e-30)
+    levels = np.stack([factor, -limit - least * factor], 1).astype(np.float32)
+    return Prepared(blocks, statistics, levels, dtype)
 
 
 def _pad_hidden(blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config) -> None:
@@ -141,7 +148,7 @@ def _divide_input(
 
 
 def quantise(prepared: Prepared, unit: Unit) -> dict[str, Array]:
-    """Returns {"weight" [N, K] int8, "scale" [N], "bias" [N]} of a dense layer of a block.
+    """Returns {"weight" [N, K], "scale" [N], "bias" [N]} of a dense layer of a block.
 
     fc2 also has "levels" [2].
     """
@@ -152,9 +159,9 @@ def quantise(prepared: Prepared, unit: Unit) -> dict[str, Array]:
     covariance = moments.moment[block].astype(np.float64) - np.outer(mean, mean)
     exact = kernel.T.astype(np.float64)
     largest = np.abs(exact).max(1)
-    scale = np.where(largest > 0, largest, 1) / LARGEST
-    weight = round_with_covariance(exact / scale[:, None], covariance)
-    found = weight * scale[:, None]
+    scale = np.where(largest > 0, largest, 1) / TABLE[prepared.dtype].largest
+    weight = round_with_covariance(exact / scale[:, None], covariance, prepared.dtype)
+    found = weight.astype(np.float64) * scale[:, None]
     bias = bias + (exact - found) @ mean
     levels = {}
     if layer == "fc2":
@@ -162,14 +169,14 @@ def quantise(prepared: Prepared, unit: Unit) -> dict[str, Array]:
         factor, shift = levels["levels"].astype(np.float64)
         scale, bias = scale / factor, bias - found.sum(1) * (shift / factor)
     return {
-        "weight": weight.astype(np.int8),
+        "weight": weight,
         "scale": scale.astype(np.float32),
         "bias": bias.astype(np.float32),
     } | levels
 
 
-def round_with_covariance(x: Array, covariance: Array) -> Array:
-    """Rounds a scaled weight [N, K] to levels so that the errors of a row cancel.
+def round_with_covariance(x: Array, covariance: Array, dtype: str) -> Array:
+    """Rounds a scaled weight [N, K] to this dtype so that the errors of a row cancel.
 
     The expected square of a row's error is e^T C e for the errors e = x - rounded and the inputs'
     covariance C. Each channel's error changes the weights of the channels that follow:
@@ -182,13 +189,14 @@ def round_with_covariance(x: Array, covariance: Array) -> Array:
     order = np.argsort(-np.diag(covariance), kind="stable")
     gains = _gains(covariance[np.ix_(order, order)]).astype(np.float32)
     left = x[:, order].astype(np.float32).T.copy()  # [K, N], so that a channel is contiguous.
-    rounded = np.empty_like(left)
+    limit, rounded = TABLE[dtype].largest, np.empty(left.shape, dtype)
     for first in range(0, K, COLUMNS):
         last = min(first + COLUMNS, K)
         errors = np.empty((last - first, len(x)), np.float32)
         for k in range(first, last):
-            rounded[k] = np.clip(np.round(left[k]), -LARGEST, LARGEST)
-            errors[k - first] = left[k] - rounded[k]
+            nearest = np.round(left[k]) if TABLE[dtype].holds_levels else left[k]
+            rounded[k] = np.clip(nearest, -limit, limit).astype(dtype)
+            errors[k - first] = left[k] - rounded[k].astype(np.float32)
             left[k + 1 : last] -= np.outer(gains[k, k + 1 : last], errors[k - first])
         left[last:] -= gains[first:last, last:].T @ errors
     found = np.empty_like(rounded)

@@ -47,11 +47,11 @@ def dense(
       activation: one of `ACTIVATIONS`; empty for none.
       row_scale: [..., S] float32.
       residual: [..., S, N] bfloat16.
-      levels: [2] float32, factor and shift: the result is int8, y * factor + shift rounded to
-        nearest and clipped to [-127, 127].
+      levels: [2] float32, factor and shift, only for x in 8 bits: the result has the dtype of x,
+        y * factor + shift rounded to nearest and clipped to [-127, 127], for float8 [-448, 448].
 
     Returns:
-      [..., S, N] bfloat16, or int8 with `levels`.
+      [..., S, N] bfloat16, or of the dtype of x with `levels`.
     """
     given = dict(row_scale=row_scale, residual=residual, levels=levels)
     epilogue = Epilogue(activation, **{name: value is not None for name, value in given.items()})
@@ -69,18 +69,18 @@ def problem_of(x: Any, weight: Any, epilogue: Epilogue) -> Problem:
         table=(N,),
         dtype=jnp.dtype(weight.dtype).name,
         table_dtype="float32",
-        out_dtype=_out_dtype(epilogue),
+        out_dtype=_out_dtype(x, epilogue),
         epilogue=epilogue,
     )
 
 
-def _out_dtype(epilogue: Epilogue) -> str:
-    return "int8" if epilogue.levels else "bfloat16"
+def _out_dtype(x: Any, epilogue: Epilogue) -> str:
+    return jnp.dtype(x.dtype).name if epilogue.levels else "bfloat16"
 
 
 def formula(*operands: jax.Array, epilogue: Epilogue) -> jax.Array:
     """Computes `dense` by XLA; the operands are those of the primitive."""
-    return xla.run(*operands, out_dtype=_out_dtype(epilogue), epilogue=epilogue)
+    return xla.run(*operands, out_dtype=_out_dtype(operands[0], epilogue), epilogue=epilogue)
 
 
 @dense_p.def_abstract_eval

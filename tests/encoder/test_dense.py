@@ -53,7 +53,7 @@ def in_float64(x, weight, scale, bias, *, activation="", row_scale=None, residua
     return y if residual is None else y + np.asarray(residual, np.float64)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
 @pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
 def test_a_layer_is_near_float64(dtype, activation):
     arrays, others = draw(dtype)
@@ -61,9 +61,9 @@ def test_a_layer_is_near_float64(dtype, activation):
     y = dense(**arrays, activation=activation, **named)
     assert y.dtype == jnp.bfloat16
     wanted = in_float64(**arrays, activation=activation, **named)
-    # bfloat16 sums of K products have an error of K units of float32 of their magnitudes, about
+    # Sums of K products of floats have an error of K units of float32 of their magnitudes, about
     # 10; int8 sums are exact. An activation's slope is at most 1.2.
-    error = 1.2 * (K if dtype == "bfloat16" else 8) * 2.0**-24 * 10
+    error = 1.2 * (8 if dtype == "int8" else K) * 2.0**-24 * 10
     np.testing.assert_array_less(
         np.abs(np.asarray(y, np.float64) - wanted), 2.0**-8 * np.abs(wanted) + error + 1e-5
     )
@@ -78,7 +78,19 @@ def test_an_int8_result_is_the_nearest_level():
     assert (np.abs(found - np.clip(wanted, -127, 127)) <= 0.5 + 1e-4).all()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_a_float8_result_is_the_nearest_one():
+    arrays, _ = draw("float8_e4m3fn")
+    y = dense(**arrays, activation="gelu", levels=jnp.asarray([200, 0.25], jnp.float32))
+    wanted = in_float64(**arrays, activation="gelu") * 200 + 0.25
+    assert y.dtype == jnp.float8_e4m3fn
+    found = np.asarray(y).astype(np.float64)
+    assert found.max() == 448 < wanted.max() and np.abs(found).min() < 2**-6
+    # Half the distance of two numbers, and the errors of the sum and of rounding twice on a CPU.
+    step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(np.abs(found), 2**-9))), -6) - 3)
+    assert (np.abs(found - np.clip(wanted, -448, 448)) <= 0.51 * step + 1e-3).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
 def test_hopper_chooses_its_kernel_and_others_say_why_not(dtype):
     x, weight = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((100352, 768), (3072, 768)))
     problem = problem_of(x, weight, Epilogue("gelu", row_scale=True))

@@ -16,6 +16,7 @@ from pallas_patch_embed.encoders import calibration as calibrating
 from pallas_patch_embed.encoders.calibration import FILE, Calibration, cosine_distances, vectors
 from pallas_patch_embed.encoders.eight_bits import prepare, round_with_covariance
 from pallas_patch_embed.encoders.encoder import LAYERS
+from pallas_patch_embed.patch_embedding.weight_rounding import round_to_nearest
 from tests.encoder.goldens import DATA, arrays, checkpoint, expected, images
 from tests.short_suite import keep
 
@@ -26,6 +27,9 @@ NAFLEX = "hf_siglip2_naflex_p16"
 # width is no multiple of 128, and LayerScale; an attention pooling head.
 NAMES = ["clip", "dinov3_gated", "dinov2_swiglu", "timm_siglip"]
 SOME = keep(NAMES, {"clip"}.__contains__, "each family compiles for seconds")
+
+# The largest magnitude of a level.
+LARGEST = {"int8": 127, "float8_e4m3fn": 448}
 
 # The largest relative error of float32, as a Frobenius norm.
 FLOAT32 = 1e-5
@@ -44,12 +48,12 @@ def load(name, **arguments):
 
 
 @functools.cache
-def calibrated(name):
-    return ppe.calibrate(load(name, dtype="float32"), pictures(name))
+def calibrated(name, dtype="int8"):
+    return ppe.calibrate(load(name, dtype="float32"), pictures(name), dtype=dtype)
 
 
-def load_in_8_bits(name, **arguments):
-    given = dict(dtype="int8", calibration=calibrated(name))
+def load_in_8_bits(name, dtype="int8", **arguments):
+    given = dict(dtype=dtype, calibration=calibrated(name, dtype))
     return ppe.load_encoder(FAMILIES / name, patch_dtype="int8", **(given | arguments))
 
 
@@ -80,41 +84,47 @@ def test_statistics_are_those_of_the_layers_inputs(name):
         assert np.abs(part[0] - exact).max() <= 1e-4 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("name", SOME)
-def test_before_rounding_the_prepared_blocks_compute_the_same(name):
+def test_before_rounding_the_prepared_blocks_compute_the_same(name, dtype):
     encoder, given = load(name, dtype="float32"), pictures(name)
-    prepared = prepare(blocks_of(encoder), calibrated(name).statistics, encoder.config)
+    statistics = calibrated(name).statistics
+    prepared = prepare(blocks_of(encoder), statistics, encoder.config, dtype)
     changed = dataclasses.replace(encoder, blocks=prepared.blocks)
     assert prepared.blocks["fc2"]["kernel"].shape[1] % 128 == 0
     assert error(encode(changed, given), encode(encoder, given)) <= FLOAT32
 
 
+@pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("name", SOME)
-def test_an_encoder_in_8_bits_is_as_exact_as_the_calibration_says(name):
-    encoder, given = load_in_8_bits(name), pictures(name)
+def test_an_encoder_in_8_bits_is_as_exact_as_the_calibration_says(name, dtype):
+    encoder, given = load_in_8_bits(name, dtype), pictures(name)
     (run,) = encoder.blocks
-    assert all(run[layer]["weight"].dtype == np.int8 for layer in LAYERS)
-    assert ", blocks in int8, " in repr(encoder)
+    assert all(run[layer]["weight"].dtype == dtype for layer in LAYERS)
+    assert f", blocks in {dtype}, " in repr(encoder)
     exact = encode(load(name, dtype="float32"), given)
     found = cosine_distances(encode(encoder, given), exact).mean()
-    said = calibrated(name)
+    said = calibrated(name, dtype)
     # The measurement rounds the same numbers, but adds float32 instead of bfloat16.
     assert 0.5 * said.losses.sum() <= found <= 2 * (said.losses.sum() + said.bfloat16)
 
 
-def test_the_weights_errors_cancel_for_the_inputs_of_the_calibration():
+@pytest.mark.parametrize("dtype, largest", LARGEST.items())
+def test_the_weights_errors_cancel_for_the_inputs_of_the_calibration(dtype, largest):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1000, 8)) @ rng.normal(size=(8, 64)) + 0.1 * rng.normal(size=(1000, 64))
-    weight = rng.uniform(-127, 127, (32, 64))
+    weight = rng.uniform(-largest, largest, (32, 64)).astype(np.float32)
     covariance = x.T @ x / len(x)
+    nearest = np.asarray(round_to_nearest(weight, dtype))
 
     def square(rounded):
-        error = rounded - weight
+        error = rounded.astype(np.float64) - weight
         return np.einsum("nk,kj,nj", error, covariance, error)
 
-    assert square(round_with_covariance(weight, covariance)) < 0.2 * square(np.round(weight))
-    alone = round_with_covariance(weight, np.eye(64))
-    np.testing.assert_array_equal(alone, np.round(weight))
+    rounded = round_with_covariance(weight, covariance, dtype)
+    assert rounded.dtype == dtype and square(rounded) < 0.2 * square(nearest)
+    alone = round_with_covariance(weight, np.eye(64), dtype)
+    np.testing.assert_array_equal(alone, nearest)
 
 
 def test_layers_that_hurt_stay_in_bfloat16_until_the_cosine_is_reached():
@@ -141,10 +151,12 @@ def test_layers_that_hurt_stay_in_bfloat16_until_the_cosine_is_reached():
         load_in_8_bits(name, min_cosine=0.99999999)
 
 
-def test_a_saved_calibration_gives_the_same_encoder(tmp_path):
-    wanted = load_in_8_bits("clip")
-    calibrated("clip").save(tmp_path)
-    found = load_in_8_bits("clip", calibration=tmp_path / FILE)
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_a_saved_calibration_gives_the_same_encoder(tmp_path, dtype):
+    wanted = load_in_8_bits("clip", dtype)
+    calibrated("clip", dtype).save(tmp_path)
+    assert Calibration.load(tmp_path).dtype == dtype
+    found = load_in_8_bits("clip", dtype, calibration=tmp_path / FILE)
     assert repr(Calibration.load(tmp_path)) == "Calibration(8 pictures, given by the user)"
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -181,10 +193,14 @@ def test_faults_are_named(tmp_path):
         load_in_8_bits(
             "clip", calibration=dataclasses.replace(calibrated("clip"), weights=np.zeros(3))
         )
-    with pytest.raises(ValueError, match="are for 'int8'"):
+    with pytest.raises(ValueError, match="are for 'float8_e4m3fn' or 'int8'"):
         ppe.load_encoder(FAMILIES / "clip", calibration=calibrated("clip"))
-    with pytest.raises(ValueError, match="expected one of bfloat16, float32, int8"):
-        ppe.load_encoder(FAMILIES / "clip", dtype="float8_e4m3fn")
+    with pytest.raises(ValueError, match="expected one of bfloat16, float32, float8_e4m3fn, int8"):
+        ppe.load_encoder(FAMILIES / "clip", dtype="float8_e5m2")
+    with pytest.raises(ValueError, match="dtype is 'float8_e5m2', expected one of float8_e4m3fn"):
+        ppe.calibrate(load("clip", dtype="float32"), pictures("clip"), dtype="float8_e5m2")
+    with pytest.raises(ValueError, match=r"is for int8, not float8_e4m3fn\. Calibrate for"):
+        load_in_8_bits("clip", "float8_e4m3fn", calibration=calibrated("clip"))
     with pytest.raises(TypeError, match="expected an Encoder from load_encoder with"):
         ppe.calibrate(load_in_8_bits("clip"), pictures("clip"))
     with pytest.raises(ValueError, match="there are no images"):

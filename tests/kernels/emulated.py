@@ -163,6 +163,9 @@ CASES = {
     "Hopper, int8 levels": hopper(
         (3, 73, 256), 128, INT8, "none", 64, 4, out="int8", epilogue=("", True, False, True)
     ),
+    "Hopper, float8 levels": hopper(
+        (3, 73, 256), 128, FP8, "none", 128, 4, out=FP8, epilogue=("", True, False, True)
+    ),
     "Hopper, an activation": hopper(
         (3, 73, 512), 128, BF16, "none", 64, 4, stream_weight=True, epilogue=("relu", False, True)
     ),

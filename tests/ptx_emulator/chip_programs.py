@@ -207,6 +207,7 @@ NOT_RECORDED = (
     "max.NaN.f32",
     "Hopper, rows' scales and a residual",
     "Hopper, int8 levels",
+    "Hopper, float8 levels",
     "Hopper, an activation",
 )
 

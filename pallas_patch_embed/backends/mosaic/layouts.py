@@ -108,11 +108,13 @@ def _addresses(array, row, column, layout, shape, *, period: int | None = None, 
     word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     kind = ir.MemRefType(array.type)
     base, stride = mgpu.utils.memref_ptr(array), kind.shape[1]
+    # LLVM has no types for float8, but addresses depend only on the size of an element.
+    element = ir.IntegerType.get_signless(mgpu.utils.bitwidth(kind.element_type))
 
     def address(at_row, at_column):
         first = arith.muli(arith.extui(long, at_row), mgpu.utils.c(stride, long))
         offset = arith.addi(first, arith.extui(long, at_column))
-        return mgpu.utils.getelementptr(base, [offset], kind.element_type)
+        return mgpu.utils.getelementptr(base, [offset], element)
 
     # Position of the thread's first element. All others are at constant distances from it.
     down, right = (arith.index_castui(word, i) for i in next(iter(layout.thread_idxs(shape))))
@@ -129,7 +131,7 @@ def _addresses(array, row, column, layout, shape, *, period: int | None = None, 
             if rows not in addresses:
                 addresses[rows] = address(arith.remui(at_row, _i32(period)), first_column)
             start, distance = addresses[rows], columns + skip
-        yield at_row, mgpu.utils.getelementptr(start, [distance], kind.element_type)
+        yield at_row, mgpu.utils.getelementptr(start, [distance], element)
 
 
 def _i32(value: int) -> ir.Value:

@@ -59,7 +59,7 @@ REGISTER_SPLITS = ((40, 232), (24, 240))
 # Registers of a multiplying thread for addresses and temporaries, and how many more it needs, by
 # output dtype, if scales and table stay in registers. With fewer, ptxas was measured to spill.
 OTHER_REGISTERS = 48
-KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8, "int8": 16}
+KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8, "int8": 16, "float8_e4m3fn": 16}
 
 # Further registers of a thread for an activation beside scales that stay, and for a residual whose
 # last tile has rows beyond M.
@@ -385,6 +385,7 @@ class Worker(launch.Worker):
                 residual = self.tile.load_rows(residual, row, self.column, g, self.problem.rows)
                 y = y + residual.astype(jnp.float32)
             if epilogue.levels:
-                y = to_levels(y * self.operands.levels[0] + self.operands.levels[1])
+                y = y * self.operands.levels[0] + self.operands.levels[1]
+                y = to_levels(y, self.problem.out_dtype)
             y = y.astype(self.problem.out_dtype)
             self.tile.store_rows(self.operands.y, row, self.column, g, y, inside=inside)
