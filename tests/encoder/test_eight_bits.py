@@ -18,6 +18,7 @@ from pallas_patch_embed.encoders.eight_bits import prepare, round_with_covarianc
 from pallas_patch_embed.encoders.encoder import LAYERS
 from pallas_patch_embed.patch_embedding.weight_rounding import round_to_nearest
 from tests.encoder.goldens import DATA, arrays, checkpoint, expected, images
+from tests.encoder.test_siglip2 import COLLECTIVE
 from tests.short_suite import keep
 
 FAMILIES = DATA / "families"
@@ -230,27 +231,111 @@ def test_a_naflex_encoder_in_8_bits_leaves_out_the_padding():
         assert distances.mean() <= 2 * (said.losses.sum() + said.bfloat16)
 
 
+def mesh_of(kind):
+    return jax.make_mesh((2, 2), ("batch", "width"), axis_types=(kind,) * 2)
+
+
+def split_by_width(encoder, mesh, axis):
+    """Splits the weights of the blocks' dense layers along their outputs or their inputs."""
+    ends = {"kernel": ("inputs", "outputs"), "weight": ("outputs", "inputs")}
+
+    def sharding(path, leaf):
+        name = getattr(path[-1], "key", None)
+        if path[0].name != "blocks" or name not in ends:
+            return NamedSharding(mesh, P())
+        last = ("width" if end == axis else None for end in ends[name])
+        return NamedSharding(mesh, P(*[None] * (leaf.ndim - 2), *last))
+
+    return jax.device_put(encoder, jax.tree_util.tree_map_with_path(sharding, encoder))
+
+
+# The largest relative error of a program that XLA fuses differently, so that other intermediate
+# results are rounded to bfloat16. Products and their sums are exact.
+ROUNDING = 2**-7
+
+several = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+
+
+@several
 @pytest.mark.slow("compiles programs for several devices")
-def test_a_users_sharding_changes_nothing():
-    encoder, given = load("clip", dtype="float32"), pictures("clip")
-    mesh = jax.make_mesh((2, 2), ("batch", "width"), axis_types=(AxisType.Auto,) * 2)
-
-    def spec(path, leaf):
-        of_kernel = path[-1] == jax.tree_util.DictKey("kernel") and leaf.shape[-1] % 2 == 0
-        return P(*[None] * (leaf.ndim - 1), "width") if of_kernel else P()
-
-    shardings = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, spec(path, leaf)), encoder
-    )
-    split = jax.device_put(given, NamedSharding(mesh, P("batch")))
-    said = ppe.calibrate(jax.device_put(encoder, shardings), split)
+def test_a_users_sharding_changes_no_calibration():
+    encoder, mesh = load("clip", dtype="float32"), mesh_of(AxisType.Auto)
+    split = jax.device_put(pictures("clip"), NamedSharding(mesh, P("batch")))
+    said = ppe.calibrate(split_by_width(encoder, mesh, "outputs"), split)
     for a, b in zip(
         jax.tree.leaves(said.statistics), jax.tree.leaves(calibrated("clip").statistics)
     ):
         assert np.abs(a - b).max() <= FLOAT32 * np.abs(b).max()
-    eight = load_in_8_bits("clip")
-    found = encode(jax.device_put(eight, NamedSharding(mesh, P())), split)
-    assert error(found, encode(eight, given)) <= 2**-7
+
+
+# (family, dtype, kind of the mesh's axes, what is split besides the batch). As in bfloat16, a mesh
+# with explicit axes splits no outputs: jax refuses the scan over the blocks.
+SPLITS = keep(
+    [
+        *(("clip", "int8", AxisType.Auto, axis) for axis in ("nothing", "outputs", "inputs")),
+        *(("clip", "int8", AxisType.Explicit, axis) for axis in ("nothing", "inputs")),
+        *(("dinov2_swiglu", "int8", AxisType.Auto, axis) for axis in ("outputs", "inputs")),
+        *(("clip", "float8_e4m3fn", AxisType.Auto, axis) for axis in ("nothing", "outputs")),
+    ],
+    lambda case: case == ("clip", "int8", AxisType.Auto, "outputs"),
+    "compiles programs for several devices",
+)
+
+
+@several
+@pytest.mark.parametrize("name, dtype, kind, axis", SPLITS)
+def test_a_users_sharding_changes_only_the_rounding(name, dtype, kind, axis):
+    encoder, given, mesh = load_in_8_bits(name, dtype), pictures(name), mesh_of(kind)
+    wanted = encode(encoder, given)
+    split = jax.device_put(given, NamedSharding(mesh, P("batch")))
+    call = jax.jit(lambda encoder, images: vectors(encoder, encoder(images)))
+    arguments = split_by_width(encoder, mesh, axis), split
+    compiled = call.lower(*arguments).compile()
+    assert bool(COLLECTIVE.search(compiled.as_text())) == (axis != "nothing")
+    assert error(compiled(*arguments), wanted) <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    "dtype", keep(LARGEST, {"int8"}.__contains__, "compiles the same programs for float8")
+)
+def test_it_works_under_vmap_and_export(dtype):
+    encoder, given = load_in_8_bits("clip", dtype), pictures("clip")
+    wanted = encode(encoder, given)
+
+    def call(encoder, images):
+        return vectors(encoder, encoder(images))
+
+    of_one = jax.vmap(lambda image: call(encoder, image[None])[0])(given)
+    # A second encoder with other scales and weights.
+    other = jax.tree.map(lambda x: np.flip(x, -1) if x.ndim == 2 else x, encoder)
+    stacked = jax.tree.map(lambda *x: np.stack(x), encoder, other)
+    of_both = jax.vmap(call, (0, None))(stacked, given)
+    sizes = jax.export.symbolic_shape(", ".join(["n", *map(str, given.shape[1:])]))
+    exports = [
+        jax.export.export(jax.jit(call), platforms=("cpu", "cuda"))(encoder, images)
+        for images in (given, jax.ShapeDtypeStruct(sizes, np.uint8))
+    ]
+    found = [jax.export.deserialize(e.serialize()).call(encoder, given) for e in exports]
+    for y in (of_one, of_both[0], *found):
+        np.testing.assert_array_equal(np.asarray(y, np.float32), wanted)
+    np.testing.assert_array_equal(of_both[1], call(other, given))
+    assert error(of_both[1], wanted) > 0.1
+
+
+@several
+@pytest.mark.slow("calibrates a NaFlex encoder, and compiles a program for several devices")
+def test_a_naflex_batch_may_be_split():
+    path, given = checkpoint(NAFLEX), images(NAFLEX)[:2]
+    exact = ppe.siglip2.load_encoder(path, dtype="float32", patch_dtype="int8")
+    said = ppe.calibrate(exact, given)
+    encoder = ppe.load_encoder(path, dtype="int8", patch_dtype="int8", calibration=said)
+    L = expected(NAFLEX)["last_hidden_state"].shape[1]
+    patches, shapes, _ = ppe.siglip2.batch_naflex(given, encoder.config, L)
+    wanted = encoder(patches, spatial_shapes=shapes).pooler_output
+    mesh = mesh_of(AxisType.Auto)
+    split = jax.device_put((patches, shapes), NamedSharding(mesh, P("batch")))
+    found = split_by_width(encoder, mesh, "outputs")(split[0], spatial_shapes=split[1])
+    assert error(found.pooler_output, wanted) <= ROUNDING
 
 
 SIGLIP = "hf_siglip_p16_224"
