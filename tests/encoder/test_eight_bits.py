@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import pallas_patch_embed as ppe
+from benchmarks import checkpoints
 from pallas_patch_embed.encoders import calibration as calibrating
 from pallas_patch_embed.encoders.calibration import FILE, Calibration, cosine_distances, vectors
 from pallas_patch_embed.encoders.eight_bits import prepare, round_with_covariance
@@ -148,6 +149,7 @@ def test_layers_that_hurt_stay_in_bfloat16_until_the_cosine_is_reached():
         cosine_distances(encode(e, given), exact).mean() for e in (load_in_8_bits(name), encoder)
     ]
     assert distances[1] < distances[0]
+    assert "no layer in 8 bits, " in repr(load_in_8_bits(name, min_cosine=1 - said.bfloat16))
     with pytest.raises(ValueError, match=r"min_cosine is 0\.99999999, but bfloat16 has a mean"):
         load_in_8_bits(name, min_cosine=0.99999999)
 
@@ -338,23 +340,36 @@ def test_a_naflex_batch_may_be_split():
     assert error(found.pooler_output, wanted) <= ROUNDING
 
 
+# SigLIPs with random weights, and the block in which massive activations are planted. The golden's
+# results of blocks are multiplied by 20, because they hardly change the residual.
 SIGLIP = "hf_siglip_p16_224"
+BLOCKS = {"the golden": 0, "four blocks": 2}
+FOUR_BLOCKS = dict(width=192, depth=4, heads=3, mlp=768)
+
+SIGLIPS = [
+    ("the golden", "int8"),
+    ("four blocks", "int8"),
+    ("the golden", "float8_e4m3fn"),
+    ("four blocks", "float8_e4m3fn"),
+]
 
 
-def changed_siglip(folder, change):
-    """Writes the golden's checkpoint with other arrays, which `change` makes in place.
-
-    The results of blocks are 20 times as large as in the golden, whose blocks hardly change the
-    residual.
-    """
-    folder.mkdir()
-    tensors = {name: array.copy() for name, array in arrays(SIGLIP).items()}
-    for name, array in tensors.items():
-        if name.startswith("encoder.") and name.endswith(("out_proj.weight", "fc2.weight")):
-            array *= 20
-    change(tensors)
+def siglip(name, folder, change=lambda tensors, tower: None):
+    """Writes a SigLIP with other arrays, which `change` makes in place; returns the folder."""
+    tower = "vision_model."
+    if name == "the golden":
+        tower, tensors = "", {key: array.copy() for key, array in arrays(SIGLIP).items()}
+        for key, array in tensors.items():
+            if key.startswith("encoder.") and key.endswith(("out_proj.weight", "fc2.weight")):
+                array *= 20
+        folder.mkdir()
+        shutil.copy(checkpoint(SIGLIP) / "config.json", folder)
+    else:
+        config = dataclasses.replace(checkpoints.ENCODERS["B/16 224"], **FOUR_BLOCKS)
+        checkpoints.write(config, folder)
+        tensors = load_file(folder / "model.safetensors")
+    change(tensors, tower)
     save_file(tensors, folder / "model.safetensors")
-    shutil.copy(checkpoint(SIGLIP) / "config.json", folder)
     return folder
 
 
@@ -364,26 +379,30 @@ def some_images():
     return np.concatenate([images(SIGLIP), coarse.repeat(8, 1).repeat(8, 2)])
 
 
-def compared(path):
+def compared(path, dtype):
     """Returns the calibration of a checkpoint, and its pooled vectors in float32 and in 8 bits."""
     exact = ppe.load_encoder(path, dtype="float32", patch_dtype="int8")
-    said = ppe.calibrate(exact, some_images())
-    encoder = ppe.load_encoder(path, dtype="int8", patch_dtype="int8", calibration=said)
+    said = ppe.calibrate(exact, some_images(), dtype=dtype)
+    encoder = ppe.load_encoder(path, dtype=dtype, patch_dtype="int8", calibration=said)
     return said, encode(exact, some_images()), encode(encoder, some_images())
 
 
 @pytest.mark.slow("calibrates two encoders")
-def test_planted_outliers_do_not_increase_the_error(tmp_path):
-    def plant(tensors):
-        for block in ("encoder.layers.0.", "encoder.layers.1."):
-            for name in ("layer_norm1", "layer_norm2"):
-                tensors[f"{block}{name}.weight"][[3, 7]] *= 30
-                tensors[f"{block}{name}.bias"][[3, 7]] *= 30
-            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1"):
-                tensors[f"{block}{name}.weight"][:, [3, 7]] /= 30
+@pytest.mark.parametrize("name, dtype", SIGLIPS)
+def test_planted_outliers_do_not_increase_the_error(tmp_path, name, dtype):
+    def plant(tensors, tower):
+        """Makes two channels of each norm 30 times as large, and divides the next weights."""
+        for key, array in tensors.items():
+            layer, end = key.rsplit(".", 1)
+            if not layer.startswith(f"{tower}encoder."):
+                continue
+            if layer.endswith(("layer_norm1", "layer_norm2")):
+                array[[3, 7]] *= 30
+            elif layer.endswith(("q_proj", "k_proj", "v_proj", "fc1")) and end == "weight":
+                array[:, [3, 7]] /= 30
 
-    usual, wanted, found = compared(changed_siglip(tmp_path / "usual", lambda _: None))
-    said, planted_wanted, planted = compared(changed_siglip(tmp_path / "planted", plant))
+    usual, wanted, found = compared(siglip(name, tmp_path / "usual"), dtype)
+    said, planted_wanted, planted = compared(siglip(name, tmp_path / "planted", plant), dtype)
     assert error(planted_wanted, wanted) <= FLOAT32
     assert error(planted, planted_wanted) <= 2 * error(found, wanted)
     # The rounding of bfloat16 hides most of these errors, but not in the calibration's distances,
@@ -392,41 +411,48 @@ def test_planted_outliers_do_not_increase_the_error(tmp_path):
 
 
 @pytest.mark.slow("calibrates two encoders")
-def test_massive_activations_increase_the_error_and_their_layer_is_named(tmp_path):
-    usual_path = changed_siglip(tmp_path / "usual", lambda _: None)
+@pytest.mark.parametrize("name, dtype", SIGLIPS)
+def test_massive_activations_increase_the_error_and_their_layer_is_named(tmp_path, name, dtype):
+    block, usual_path = BLOCKS[name], siglip(name, tmp_path / "usual")
     exact = ppe.load_encoder(usual_path, dtype="float32", patch_dtype="int8")
 
     def observe(layer, x, _):
         return x, x if layer == "fc1" else None
 
-    inputs = calibrating._observed(exact, (exact.checked(some_images()),), observe)[1]["fc1"][0]
+    inputs = calibrating._observed(exact, (exact.checked(some_images()),), observe)[1]["fc1"][block]
     direction = np.random.default_rng(0).normal(size=exact.config.width)
     along = np.sort((np.asarray(inputs) @ direction).ravel())
     threshold, largest = along[-20], along[-1]
 
-    def plant(tensors):
+    def plant(tensors, tower):
         """Two channels of the residual reach 300 for few tokens along one direction."""
-        layer, gain = "encoder.layers.0.mlp.", 20 / (largest - threshold)
+        layer, gain = f"{tower}encoder.layers.{block}.mlp.", 20 / (largest - threshold)
         tensors[f"{layer}fc1.weight"][5] = gain * direction
         tensors[f"{layer}fc1.bias"][5] = -gain * threshold
         tensors[f"{layer}fc2.weight"][:, 5] = 0
         tensors[f"{layer}fc2.weight"][[3, 7], 5] = 300 / 20
 
-    path = changed_siglip(tmp_path / "massive", plant)
-    usual, wanted, found = compared(usual_path)
-    said, massive_wanted, massive_found = compared(path)
+    path = siglip(name, tmp_path / "massive", plant)
+    _, wanted, found = compared(usual_path, dtype)
+    said, massive_wanted, massive_found = compared(path, dtype)
     massive = ppe.load_encoder(path, dtype="float32", patch_dtype="int8")
-    state = np.asarray(massive(some_images(), layers=1).hidden_states[0])
+    state = np.asarray(massive(some_images(), layers=block + 1).hidden_states[0])
     assert 270 <= np.abs(state).max() <= 400
-    assert said.losses[0, LAYERS.index("fc2")] == said.losses.max()
+    ratio = error(massive_found, massive_wanted) / error(found, wanted)
+    print(f"{name} in {dtype}: {ratio:.2f} times the error")
+    assert ratio <= (3.5 if name == "four blocks" else 3)  # docs/eight_bits.md says why.
+    if dtype == "float8_e4m3fn":  # Its steps grow with the numbers.
+        assert ratio <= 1.5
+        return
+    assert said.losses[block, LAYERS.index("fc2")] == said.losses.max()
+    # Of the other layers, those that hurt more for their size are kept, too.
+    rest = said.losses.sum() - said.losses.max()
     encoder = ppe.load_encoder(
         path,
-        dtype="int8",
+        dtype=dtype,
         patch_dtype="int8",
         calibration=said,
-        min_cosine=1 - usual.losses.sum() - usual.bfloat16,
+        min_cosine=1 - said.bfloat16 - rest,
     )
-    assert "blocks in int8 except fc2 of block 0" in repr(encoder)
-    in_8_bits = error(massive_found, massive_wanted)
-    assert in_8_bits <= 3 * error(found, wanted)
-    assert error(encode(encoder, some_images()), massive_wanted) <= in_8_bits / 2
+    assert f"blocks in int8 except fc2 of block {block}, " in repr(encoder)
+    assert error(encode(encoder, some_images()), massive_wanted) <= 1.5 * error(found, wanted)
