@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_patch_embed.backends import BACKENDS, ranked
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.activations import ACTIVATIONS
-from pallas_patch_embed.base.chips import B200, H200, Target
+from pallas_patch_embed.base.chips import A100, B200, H200, Target
 from pallas_patch_embed.base.problem import Epilogue
 from pallas_patch_embed.layers.dense import dense, problem_of
 from tests.encoder.test_activations import exact
@@ -91,14 +91,15 @@ def test_a_float8_result_is_the_nearest_one():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
-def test_hopper_chooses_its_kernel_and_others_say_why_not(dtype):
+def test_hopper_and_blackwell_choose_their_kernels_and_others_say_why_not(dtype):
     x, weight = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((100352, 768), (3072, 768)))
     problem = problem_of(x, weight, Epilogue("gelu", row_scale=True))
-    options, refusals = ranked(problem, Target("cuda", H200))
-    assert {option.backend for option in options} == {"mosaic_sm90", "xla"}
-    for name in ("cuda", "triton"):
-        assert "it computes no activation" in refusals[name]
-    options, refusals = ranked(problem, Target("cuda", B200))
+    for chip, kernel in ((H200, "mosaic_sm90"), (B200, "mosaic_sm100")):
+        options, refusals = ranked(problem, Target("cuda", chip))
+        assert [option.backend for option in options] == [kernel, "xla"]
+        for name in ("cuda", "triton"):
+            assert "it computes no activation" in refusals[name]
+    options, refusals = ranked(problem, Target("cuda", A100))
     assert [option.backend for option in options] == ["xla"]
     assert set(refusals) == set(BACKENDS) - {"xla"}
 

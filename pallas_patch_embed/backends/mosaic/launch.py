@@ -15,7 +15,9 @@ from jax import lax
 from pallas_patch_embed.backends import schedule, tiles
 from pallas_patch_embed.backends.mosaic.layouts import Views
 from pallas_patch_embed.backends.tiles import Tiling
+from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.chips import Chip
+from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.problem import Epilogue, Problem
 
 # Alignment of Mosaic's arrays in shared memory, in bytes.
@@ -268,6 +270,34 @@ class Worker:
     def slot(self, entry):
         """Returns the slot of an entry."""
         return lax.rem(entry, self.config.slots)
+
+    def result(self, sums, scales, terms, of_rows, load_residual: Callable[[], jax.Array]):
+        """Scales and adds in float32, and applies the epilogue.
+
+        Args:
+          sums: part of an accumulator, [rows, columns].
+          scales: scales of the columns, broadcast to sums.
+          terms: rows of the table, or offsets, of the shape of sums.
+          of_rows: scales of the rows [rows]; None if the epilogue has none.
+          load_residual: function that loads the residual in bfloat16 or float32, of the shape of
+            sums.
+
+        Returns:
+          The result in float32; levels have the dtype of the result.
+        """
+        epilogue = self.problem.epilogue
+        y = sums.astype(jnp.float32) * scales
+        if of_rows is not None:
+            y = y * lax.broadcast_in_dim(of_rows, y.shape, (0,))
+        y = y + terms.astype(jnp.float32)
+        if epilogue.activation:
+            y = ACTIVATIONS[epilogue.activation].in_kernel(y)
+        if epilogue.residual:
+            y = y + load_residual().astype(jnp.float32)
+        if epilogue.levels:
+            y = y * self.operands.levels[0] + self.operands.levels[1]
+            y = to_levels(y, self.problem.out_dtype)
+        return y
 
     def acquire(self, entry):
         """Waits until the previous entry of the slot has been multiplied; returns the slot."""

@@ -53,6 +53,9 @@ ACCUMULATORS = 2  # One is filled while the other one is stored.
 STORERS = 2
 WARPGROUPS = 1 + STORERS
 
+# Largest number of columns whose sums a storing thread has in registers at a time.
+MOST_COLUMNS = 64
+
 # Registers of a thread in the first and in a storing warpgroup, set by setmaxnreg. At launch every
 # thread has 168: 40 + 2 * 232 = 3 * 168. If the total were larger, setmaxnreg would wait forever.
 REGISTER_SPLIT = (40, 232)
@@ -109,9 +112,14 @@ class BlackwellConfig:
         )
 
     def store_n(self, problem: Problem) -> int:
-        """Returns the columns of a TMA store: 128 bytes, or 64 if 128 do not divide the columns."""
+        """Returns the columns of a TMA store: at most 64, of 128, 64 or 32 bytes.
+
+        With an activation it is at most 64 bytes: with 128 bytes of bfloat16 ptxas spills.
+        """
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
-        return next(n for b in (128, 64) if columns % (n := b // itemsize) == 0)
+        sizes = (64, 32) if problem.epilogue.activation else (128, 64, 32)
+        widths = (size // itemsize for size in sizes)
+        return next(n for n in widths if n <= MOST_COLUMNS and columns % n == 0)
 
     def tensor_memory_columns(self) -> int:
         """Returns the number of columns of tensor memory to allocate, a power of two."""
@@ -135,6 +143,8 @@ class BlackwellConfig:
         """
         columns = self.tile_n // STORERS
         terms = columns if problem.has_table else columns // 4
+        if problem.epilogue.residual:
+            terms += self.store_n(problem)
         return self.store_n(problem) + columns // 4 + terms + OTHER_REGISTERS
 
     def check(self, problem: Problem, chip: Chip) -> None:
@@ -358,7 +368,17 @@ class Worker(launch.Worker):
         plgpu.wait_load_tmem()
         if step == step_count - 1:
             plgpu.barrier_arrive(s.read.at[lax.rem(number, ACCUMULATORS)])
-        y = y.astype(jnp.float32) * self.step_tile.broadcast(scale) + term
+        of_rows = None
+        if self.problem.epilogue.row_scale:
+            first_row = row + self.rank * ROWS
+            of_rows = self.step_tile.load_row_values(self.operands.row_scale, first_row)
+
+        def load_residual():
+            residual, period = self.operands.residual, self.problem.rows
+            place = row + self.rank * ROWS, self.column + first
+            return self.step_tile.load_rows(residual, *place, 0, period)
+
+        y = self.result(y, self.step_tile.broadcast(scale), term, of_rows, load_residual)
         buffers = self.config.buffers
         buffer = s.staged.at[storer * buffers + ((number * step_count + step) & (buffers - 1))]
         plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)

@@ -39,10 +39,8 @@ from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import interpreted, launch, layouts
 from pallas_patch_embed.backends.tiles import ROW_BYTES, Tiling
 from pallas_patch_embed.backends.time_model import Work, work_of
-from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.chips import Chip
 from pallas_patch_embed.base.dtypes import TABLE
-from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.problem import Problem
 
 # Number of warpgroups that multiply, and of all warpgroups of a thread block.
@@ -361,8 +359,8 @@ class Worker(launch.Worker):
     def store(self, accumulator, row, kept_scales, table_row, kept_terms) -> None:
         """Scales and adds in float32, rounds, and stores a consumer's half of a tile."""
         inside = self.problem.rows % self.config.tile_m == 0
-        epilogue, of_rows = self.problem.epilogue, None
-        if epilogue.row_scale:
+        of_rows = None
+        if self.problem.epilogue.row_scale:
             of_rows = self.tile.load_row_values(self.operands.row_scale, row)
         for g, y in enumerate(self.tile.regroup(accumulator)):
             if keeps := kept_terms is not None:
@@ -374,18 +372,12 @@ class Worker(launch.Worker):
                 terms = lax.broadcast_in_dim(terms, y.shape, (1,))
             elif keeps:
                 terms = self.tile.pinned(terms)
-            y = y.astype(jnp.float32) * lax.broadcast_in_dim(scales, y.shape, (1,))
-            if of_rows is not None:
-                y = y * lax.broadcast_in_dim(of_rows, y.shape, (0,))
-            y = y + terms.astype(jnp.float32)
-            if epilogue.activation:
-                y = ACTIVATIONS[epilogue.activation].in_kernel(y)
-            if epilogue.residual:
-                residual = self.operands.residual
-                residual = self.tile.load_rows(residual, row, self.column, g, self.problem.rows)
-                y = y + residual.astype(jnp.float32)
-            if epilogue.levels:
-                y = y * self.operands.levels[0] + self.operands.levels[1]
-                y = to_levels(y, self.problem.out_dtype)
+
+            def load_residual(g=g):
+                residual, period = self.operands.residual, self.problem.rows
+                return self.tile.load_rows(residual, row, self.column, g, period)
+
+            scales = lax.broadcast_in_dim(scales, y.shape, (1,))
+            y = self.result(y, scales, terms, of_rows, load_residual)
             y = y.astype(self.problem.out_dtype)
             self.tile.store_rows(self.operands.y, row, self.column, g, y, inside=inside)
