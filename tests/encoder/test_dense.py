@@ -1,6 +1,9 @@
 """Dense layers: XLA's program is exact, and the kernel computes it on a Hopper GPU."""
 
 import functools
+import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from pallas_patch_embed.base.chips import A100, B200, H200, Target
 from pallas_patch_embed.base.problem import Epilogue
 from pallas_patch_embed.layers.dense import dense, problem_of
 from tests.encoder.test_activations import exact
+from tests.repository import environment
 
 B, S, K, N = 2, 37, 256, 128
 
@@ -102,6 +106,17 @@ def test_hopper_and_blackwell_choose_their_kernels_and_others_say_why_not(dtype)
     options, refusals = ranked(problem, Target("cuda", A100))
     assert [option.backend for option in options] == ["xla"]
     assert set(refusals) == set(BACKENDS) - {"xla"}
+
+
+@pytest.mark.slow("compiles 12 kernels")
+@pytest.mark.usefixtures("compilers")
+@pytest.mark.parametrize("chip", ["h200", "b200"])
+def test_no_kernel_of_an_encoders_layers_spills(chip):
+    command = [sys.executable, "-m", "tests.encoder.dense_kernels", chip]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 12 and [name for name in found if found[name]] == []
 
 
 def calls_of_the_kernel(monkeypatch, function, *arrays):

@@ -41,7 +41,7 @@ from pallas_patch_embed.backends.tiles import ROW_BYTES, Tiling
 from pallas_patch_embed.backends.time_model import Work, work_of
 from pallas_patch_embed.base.chips import Chip
 from pallas_patch_embed.base.dtypes import TABLE
-from pallas_patch_embed.base.problem import Problem
+from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
 
 # Number of warpgroups that multiply, and of all warpgroups of a thread block.
 CONSUMERS = 2
@@ -59,7 +59,7 @@ REGISTER_SPLITS = ((40, 232), (24, 240))
 OTHER_REGISTERS = 48
 KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8, "int8": 16, "float8_e4m3fn": 16}
 
-# Further registers of a thread for an activation beside scales that stay, and for a residual whose
+# Further registers of a thread for an activation beside scales that stay, and for an epilogue whose
 # last tile has rows beyond M.
 ACTIVATION_REGISTERS, TAIL_REGISTERS = 16, 8
 
@@ -121,7 +121,7 @@ class HopperConfig:
         kept = columns + table + KEEPING_REGISTERS[problem.out_dtype] if keeps_columns else 0
         if keeps_columns and problem.epilogue.activation:
             kept += ACTIVATION_REGISTERS
-        elif problem.epilogue.residual and problem.rows % self.tile_m:
+        elif problem.epilogue != NO_EPILOGUE and problem.rows % self.tile_m:
             kept += TAIL_REGISTERS
         return accumulators + kept + OTHER_REGISTERS
 
