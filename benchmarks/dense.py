@@ -77,7 +77,8 @@ def draw(M: int, layer: Layer, dtype: str) -> dict[str, jax.Array]:
         bias=jax.random.normal(next(keys), (layer.N,)),
         row_scale=jax.random.uniform(next(keys), (M,), minval=0.5, maxval=2),
         residual=jax.random.normal(next(keys), (M, layer.N), jnp.bfloat16),
-        levels=jnp.asarray([40, -20], jnp.float32),
+        factor=jax.random.uniform(next(keys), (layer.N,), minval=30, maxval=50),
+        shift=jnp.full(1, -20, jnp.float32),
     )
     names = ("x", "weight", "scale", "bias", *layer.epilogue.operands)
     return {name: operands[name] for name in names}

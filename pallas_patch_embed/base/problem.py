@@ -63,20 +63,24 @@ class PatchGeometry(NamedTuple):
         return (*shape[: -self.image_ndim], rows, padded(K))
 
 
+# The operands of an epilogue's levels.
+LEVELS = ["factor", "shift"]
+
+
 class Epilogue(NamedTuple):
     """What a dense layer does with its sums, besides scaling them and adding a bias.
 
         y[m, n] = activation(sum_k x[m, k] w[n, k] * scale[n] * row_scale[m] + table[n])
                   + residual[m, n]
 
-    With levels the result has the dtype of x, int8 or float8: y * levels[0] + levels[1], rounded to
+    With levels the result has the dtype of x, int8 or float8: y * factor[n] + shift, rounded to
     nearest and clipped to the largest magnitude of a weight (`PatchDtype.largest`).
 
     Attributes:
       activation: one of `ACTIVATIONS`; empty for none.
       row_scale: whether rows have scales, [M] float32.
       residual: whether a residual is added, [M, N] bfloat16.
-      levels: whether the result is in 8 bits, with levels [2] float32.
+      levels: whether the result is in 8 bits, with factor [N] and shift [1] float32.
     """
 
     activation: str = ""
@@ -87,7 +91,8 @@ class Epilogue(NamedTuple):
     @property
     def operands(self) -> tuple[str, ...]:
         """The names of its operands, in their order."""
-        return tuple(name for name in self._fields[1:] if getattr(self, name))
+        names = {"row_scale": ["row_scale"], "residual": ["residual"], "levels": LEVELS}
+        return tuple(name for field in names if getattr(self, field) for name in names[field])
 
 
 NO_EPILOGUE = Epilogue()

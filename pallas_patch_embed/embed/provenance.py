@@ -11,6 +11,7 @@ import numpy as np
 
 import pallas_patch_embed
 from pallas_patch_embed.base.messages import quoted
+from pallas_patch_embed.base.problem import LEVELS
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.encoders.calibration import FILE
 from pallas_patch_embed.encoders.encoder import Encoder
@@ -126,7 +127,7 @@ def scales_sha256(encoder: Encoder) -> str | None:
     whole = hashlib.sha256(f"{ARITHMETIC_IN_8_BITS}\n".encode())
     for run in encoder.blocks:
         for layer, p in sorted(run.items()):
-            for name in sorted({"scale", "levels"} & p.keys()):
+            for name in sorted({"scale", *LEVELS} & p.keys()):
                 whole.update(f"{layer} {name} {p[name].shape}\n".encode())
                 whole.update(np.asarray(p[name], np.float32).tobytes())
     return whole.hexdigest()

@@ -23,6 +23,7 @@ from pallas_patch_embed.base.array_arguments import AnyArray
 from pallas_patch_embed.base.dtypes import EIGHT_BITS
 from pallas_patch_embed.base.files import written_atomically
 from pallas_patch_embed.base.levels import to_levels
+from pallas_patch_embed.base.problem import LEVELS
 from pallas_patch_embed.encoders import eight_bits
 from pallas_patch_embed.encoders.config import Config
 from pallas_patch_embed.encoders.eight_bits import Prepared, Statistics, Unit
@@ -419,7 +420,8 @@ def _losses(
         flags = {layer: np.zeros(config.depth, bool) for layer in LAYERS}
         for block, layer in units:
             flags[layer][block] = True
-        arrays = prepared.blocks, prepared.levels, rounded, flags
+        levels = {"factor": prepared.factor, "shift": prepared.shift}
+        arrays = prepared.blocks, levels, rounded, flags
         found = [_with_rounded(encoder, *arrays, batch, dtype=dtype) for batch in batches]
         return float(cosine_distances(np.concatenate(found), exact).mean())
 
@@ -462,7 +464,7 @@ def _vectors(encoder: Encoder, batch: tuple[Any, ...]) -> jax.Array:
 def _with_rounded(
     encoder: Encoder,
     prepared: dict[str, Any],
-    levels: Any,
+    levels: dict[str, Any],
     rounded: dict[str, Any],
     flags: dict[str, Any],
     batch: tuple[Any, ...],
@@ -481,13 +483,14 @@ def _with_rounded(
         }
         for layer in LAYERS
     }
-    blocks["observed"] = flags | {"levels": levels}
+    blocks["observed"] = flags | levels
 
     def observe(layer: str, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
         if layer == "out":
             found = to_levels(x, dtype).astype(jnp.float32)
         elif layer == "fc2":
-            found = to_levels(x * p["levels"][0] + p["levels"][1], dtype).astype(jnp.float32)
+            factor, shift = (lax.expand_dims(p[name], (0, 1)) for name in LEVELS)
+            found = to_levels(x * factor + shift, dtype).astype(jnp.float32)
         else:
             found, scale = quantised(x, dtype)
             found = found.astype(jnp.float32) * scale[..., None]

@@ -84,7 +84,8 @@ class Encoder:
         {"kernel" [in, out], "bias" [out]} in `dtype`. The fc1 of a gated MLP has the gate's
         columns first. An encoder in 8 bits has a tuple of such dicts, for runs of blocks with the
         same layers in 8 bits, which are {"weight" [out, in], "scale" [out], "bias" [out]}
-        with another leading axis for the parts of qkv and of a gated fc1, and for fc2 "levels" [2].
+        with another leading axis for the parts of qkv and of a gated fc1, and for fc2 "factor" [in]
+        and "shift" [1], of the levels that it gets.
       norm: the last layer norm, or None.
       head: the attention pooling head: "query" [D], which is the projected probe, "kv", "out",
         "norm", "fc1" and "fc2"; the dense layer of `config.pooling` "dense"; or None.
@@ -665,7 +666,7 @@ def _dense(
     activation: str = "",
     *,
     residual: jax.Array | None = None,
-    levels: jax.Array | None = None,
+    levels: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes a dense layer in 8 bits or in the encoder's dtype, as its parameters say.
 
@@ -678,8 +679,16 @@ def _dense(
     """
     if "weight" in p:
         x, row_scale = x if isinstance(x, tuple) else (x, None)
-        epilogue = dict(row_scale=row_scale, residual=residual, levels=levels)
-        return dense(x, p["weight"], p["scale"], p["bias"], activation=activation, **epilogue)
+        return dense(
+            x,
+            p["weight"],
+            p["scale"],
+            p["bias"],
+            activation=activation,
+            row_scale=row_scale,
+            residual=residual,
+            levels=levels,
+        )
     assert not isinstance(x, tuple) and levels is None
     y = jnp.matmul(x, p["kernel"])
     if "bias" in p:
@@ -703,7 +712,7 @@ def _parts(p: dict[str, Any], number: int) -> list[dict[str, Any]]:
 def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig) -> Any:
     """Computes what an MLP's fc2 gets, from the result of the norm."""
     fc1, fc2 = p["fc1"], p["fc2"]
-    levels = fc2.get("levels")
+    levels = (fc2["factor"], fc2["shift"]) if "factor" in fc2 else None
     if config.gated:
         gate, up = (_dense(x, part) for part in _parts(fc1, 2))
         hidden = ACTIVATIONS[config.activation].of_array(gate) * up
@@ -717,7 +726,8 @@ def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig) -> Any:
     hidden = hidden.astype(jnp.float32)
     if levels is None:
         return quantised(hidden, dtype)
-    return to_levels(hidden * levels[0] + levels[1], dtype)
+    factor, shift = (_row(x, hidden) for x in levels)
+    return to_levels(hidden * factor + shift, dtype)
 
 
 def _attention(

@@ -37,7 +37,8 @@ def spills(name: str, folder) -> dict[str, int]:
                 others = dict(
                     row_scale=jax.ShapeDtypeStruct((M,), "float32"),
                     residual=jax.ShapeDtypeStruct((M, N), "bfloat16"),
-                    levels=jax.ShapeDtypeStruct((2,), "float32"),
+                    factor=row,
+                    shift=jax.ShapeDtypeStruct((1,), "float32"),
                 )
                 operands = [x, weight, row, row, *(others[name] for name in epilogue.operands)]
                 plan = backend.plan(problem_of(x, weight, epilogue), Target("cuda", chip))

@@ -40,7 +40,10 @@ def draw(dtype="int8", seed=0):
     others = dict(
         row_scale=jnp.asarray(rng.uniform(0.5, 2, (B, S)), jnp.float32),
         residual=jnp.asarray(rng.normal(size=(B, S, N)), jnp.bfloat16),
-        levels=jnp.asarray([20, -3], jnp.float32),
+        levels=(
+            jnp.asarray(rng.uniform(10, 30, N), jnp.float32),
+            jnp.asarray([-3], jnp.float32),
+        ),
     )
     return arrays, others
 
@@ -76,7 +79,8 @@ def test_a_layer_is_near_float64(dtype, activation):
 def test_an_int8_result_is_the_nearest_level():
     arrays, others = draw()
     y = dense(**arrays, activation="gelu", levels=others["levels"])
-    wanted = in_float64(**arrays, activation="gelu") * 20 - 3
+    factor, shift = map(np.float64, others["levels"])
+    wanted = in_float64(**arrays, activation="gelu") * factor + shift
     found = np.asarray(y, np.float64)
     assert y.dtype == jnp.int8 and found.min() < -2 and found.max() == 127
     assert (np.abs(found - np.clip(wanted, -127, 127)) <= 0.5 + 1e-4).all()
@@ -84,7 +88,7 @@ def test_an_int8_result_is_the_nearest_level():
 
 def test_a_float8_result_is_the_nearest_one():
     arrays, _ = draw("float8_e4m3fn")
-    y = dense(**arrays, activation="gelu", levels=jnp.asarray([200, 0.25], jnp.float32))
+    y = dense(**arrays, activation="gelu", levels=(jnp.full(N, 200.0), jnp.full(1, 0.25)))
     wanted = in_float64(**arrays, activation="gelu") * 200 + 0.25
     assert y.dtype == jnp.float8_e4m3fn
     found = np.asarray(y).astype(np.float64)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +86,8 @@ class Operands(NamedTuple):
       y: [M, N].
       row_scale: [M] float32, if the epilogue has it.
       residual: [M, N] bfloat16, if the epilogue has it.
-      levels: [2] float32, if the epilogue has them.
+      factor: [N] float32, if the epilogue has levels.
+      shift: [1] float32, if the epilogue has levels.
     """
 
     patches: Any
@@ -97,7 +98,8 @@ class Operands(NamedTuple):
     y: Any
     row_scale: Any = None
     residual: Any = None
-    levels: Any = None
+    factor: Any = None
+    shift: Any = None
 
     @classmethod
     def of(cls, epilogue: Epilogue, references: tuple[Any, ...]) -> "Operands":
@@ -271,32 +273,30 @@ class Worker:
         """Returns the slot of an entry."""
         return lax.rem(entry, self.config.slots)
 
-    def result(self, sums, scales, terms, of_rows, load_residual: Callable[[], jax.Array]):
+    def result(self, sums, scales, terms, load: Mapping[str, Callable[[], jax.Array]]):
         """Scales and adds in float32, and applies the epilogue.
 
         Args:
           sums: part of an accumulator, [rows, columns].
           scales: scales of the columns, broadcast to sums.
           terms: rows of the table, or offsets, of the shape of sums.
-          of_rows: scales of the rows [rows]; None if the epilogue has none.
-          load_residual: function that loads the residual in bfloat16 or float32, of the shape of
-            sums.
+          load: functions that load operands of the epilogue: "row_scale", [rows]; "residual", of
+            the shape of sums; and "factor", broadcast to sums.
 
         Returns:
           The result in float32; levels have the dtype of the result.
         """
         epilogue = self.problem.epilogue
         y = sums.astype(jnp.float32) * scales
-        if of_rows is not None:
-            y = y * lax.broadcast_in_dim(of_rows, y.shape, (0,))
+        if epilogue.row_scale:
+            y = y * lax.broadcast_in_dim(load["row_scale"](), y.shape, (0,))
         y = y + terms.astype(jnp.float32)
         if epilogue.activation:
             y = ACTIVATIONS[epilogue.activation].in_kernel(y)
         if epilogue.residual:
-            y = y + load_residual().astype(jnp.float32)
+            y = y + load["residual"]().astype(jnp.float32)
         if epilogue.levels:
-            y = y * self.operands.levels[0] + self.operands.levels[1]
-            y = to_levels(y, self.problem.out_dtype)
+            y = to_levels(y * load["factor"]() + self.operands.shift[0], self.problem.out_dtype)
         return y
 
     def acquire(self, entry):

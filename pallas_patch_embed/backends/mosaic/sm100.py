@@ -145,6 +145,8 @@ class BlackwellConfig:
         terms = columns if problem.has_table else columns // 4
         if problem.epilogue.residual:
             terms += self.store_n(problem)
+        if problem.epilogue.levels:
+            terms += columns // 4
         return self.store_n(problem) + columns // 4 + terms + OTHER_REGISTERS
 
     def check(self, problem: Problem, chip: Chip) -> None:
@@ -332,6 +334,9 @@ class Worker(launch.Worker):
         columns = [self.column + self.step_column(storer, step) for step in steps]
         load, scale, table = self.step_tile.load_columns, self.operands.scale, self.operands.table
         scales = [load(scale, column) for column in columns]
+        factors: list[Any] = [None] * len(steps)
+        if self.problem.epilogue.levels:
+            factors = [load(self.operands.factor, column) for column in columns]
         offsets = [] if self.problem.has_table else [load(table, column) for column in columns]
 
         def begin_segment(table_row):
@@ -345,7 +350,8 @@ class Worker(launch.Worker):
                 plgpu.barrier_wait(self.scratch.multiplied.at[lax.rem(number, ACCUMULATORS)])
             with jax.named_scope("scale, add and store"):
                 for step in steps:
-                    self.store_step(storer, number, row, step, scales[step], terms[step])
+                    of_step = scales[step], terms[step], factors[step]
+                    self.store_step(storer, number, row, step, *of_step)
 
         self.for_each_tile(store_tile, begin_segment)
         plgpu.wait_smem_to_gmem(0)
@@ -360,7 +366,7 @@ class Worker(launch.Worker):
         skip, period = step * self.step_tile.columns, self.problem.table_period
         return self.step_tile.load_rows(self.operands.table, row, column, skip, period)
 
-    def store_step(self, storer, number, row, step: int, scale, term) -> None:
+    def store_step(self, storer, number, row, step: int, scale, term, factor) -> None:
         """Loads the sums of a step, scales and adds in float32, rounds, and stores the result."""
         s, width, first = self.scratch, self.step_tile.columns, self.step_column(storer, step)
         step_count = self.config.tile_n // STORERS // width
@@ -368,17 +374,22 @@ class Worker(launch.Worker):
         plgpu.wait_load_tmem()
         if step == step_count - 1:
             plgpu.barrier_arrive(s.read.at[lax.rem(number, ACCUMULATORS)])
-        of_rows = None
-        if self.problem.epilogue.row_scale:
-            first_row = row + self.rank * ROWS
-            of_rows = self.step_tile.load_row_values(self.operands.row_scale, first_row)
+
+        def load_row_scale():
+            row_scale = self.operands.row_scale
+            return self.step_tile.load_row_values(row_scale, row + self.rank * ROWS)
 
         def load_residual():
             residual, period = self.operands.residual, self.problem.rows
             place = row + self.rank * ROWS, self.column + first
             return self.step_tile.load_rows(residual, *place, 0, period)
 
-        y = self.result(y, self.step_tile.broadcast(scale), term, of_rows, load_residual)
+        load = dict(
+            row_scale=load_row_scale,
+            residual=load_residual,
+            factor=lambda: self.step_tile.broadcast(factor),
+        )
+        y = self.result(y, self.step_tile.broadcast(scale), term, load)
         buffers = self.config.buffers
         buffer = s.staged.at[storer * buffers + ((number * step_count + step) & (buffers - 1))]
         plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)

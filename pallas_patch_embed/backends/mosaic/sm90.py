@@ -12,7 +12,7 @@ row tiles that `schedule.py` assigns to it:
 The table's rows stay in registers for a segment. If they do not fit, they are loaded for each tile.
 
   barrier                arrivals of a phase    its phase completes when           who waits
-  columns_arrived        1 or 2 copies          scale (and offsets) have arrived   both consumers
+  columns_arrived        1 to 3 copies          scale (offsets, factor) arrived    both consumers
   weight_arrived[k]      copies of a chunk      chunk k of a stationary weight     feed, before the
                                                 has arrived                        first patches
   filled[consumer,slot]  1 copy, plus copies    the consumer's next chunk is in    that consumer
@@ -106,7 +106,8 @@ class HopperConfig:
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Returns the shared memory of a thread block in bytes, without the barriers."""
         weight_chunks = self.slots if self.stream_weight else tiles.chunks(problem)
-        columns = 2 * -(-4 * self.tile_n // launch.ALIGNMENT) * launch.ALIGNMENT
+        arrays = 3 if problem.epilogue.levels else 2
+        columns = arrays * -(-4 * self.tile_n // launch.ALIGNMENT) * launch.ALIGNMENT
         return (weight_chunks * self.tile_n + self.slots * self.rows) * ROW_BYTES + columns
 
     def registers(self, problem: Problem, *, keeps_columns: bool) -> int:
@@ -166,6 +167,7 @@ class Scratch:
     """Shared memory and barriers of a thread block."""
 
     columns_arrived: Any
+    factor: Any  # [tile_n] float32, or None
     filled: Any
     freed: Any
     offset: Any  # [tile_n] float32
@@ -182,13 +184,16 @@ class Scratch:
         tile_k, streams = ROW_BYTES // dtype.itemsize, config.stream_weight
         parts = slots if streams else tiles.chunks(problem)
         ring, written = (slots, config.rows, tile_k), (parts, *tile.weight_shape(tile_k))
-        copies = tile.weight_copies
+        copies, columns = tile.weight_copies, plgpu.SMEM((tile_n,), jnp.float32)
         return cls(
             patches=memory.two_views(dtype, ring, ring),
             weight=memory.two_views(dtype, written, (parts, tile_n, tile_k)),
-            scale=plgpu.SMEM((tile_n,), jnp.float32),
-            offset=plgpu.SMEM((tile_n,), jnp.float32),
-            columns_arrived=plgpu.Barrier(num_arrivals=1 if problem.has_table else 2),
+            scale=columns,
+            offset=columns,
+            factor=columns if problem.epilogue.levels else None,
+            columns_arrived=plgpu.Barrier(
+                num_arrivals=2 - problem.has_table + problem.epilogue.levels
+            ),
             weight_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=1 if streams else parts),
             filled=plgpu.Barrier(num_arrivals=1 + copies * streams, num_barriers=CONSUMERS * slots),
             freed=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
@@ -242,6 +247,8 @@ class Worker(launch.Worker):
         plgpu.copy_gmem_to_smem(self.operands.scale.at[columns], s.scale, s.columns_arrived)
         if not self.problem.has_table:
             plgpu.copy_gmem_to_smem(self.operands.table.at[columns], s.offset, s.columns_arrived)
+        if self.problem.epilogue.levels:
+            plgpu.copy_gmem_to_smem(self.operands.factor.at[columns], s.factor, s.columns_arrived)
         if not self.config.stream_weight:
 
             @pl.loop(0, self.chunks)
@@ -377,7 +384,11 @@ class Worker(launch.Worker):
                 residual, period = self.operands.residual, self.problem.rows
                 return self.tile.load_rows(residual, row, self.column, g, period)
 
-            scales = lax.broadcast_in_dim(scales, y.shape, (1,))
-            y = self.result(y, scales, terms, of_rows, load_residual)
+            def load_factor(g=g, shape=y.shape):
+                factor = self.tile.load_columns(self.scratch.factor, g)
+                return lax.broadcast_in_dim(factor, shape, (1,))
+
+            load = dict(row_scale=lambda: of_rows, residual=load_residual, factor=load_factor)
+            y = self.result(y, lax.broadcast_in_dim(scales, y.shape, (1,)), terms, load)
             y = y.astype(self.problem.out_dtype)
             self.tile.store_rows(self.operands.y, row, self.column, g, y, inside=inside)
