@@ -43,6 +43,10 @@ DAMPINGS = (0.01, 0.1, 1.0, 10.0)
 # with 0.9 and 0.99909 with 1; the least was 0.9981, 0.9971, 0.9966 and 0.9967.
 MOST_UNITS = 0.99
 
+# Limits of the numbers by which the other units are divided, and how much larger the expected
+# square of the weights' errors may become.
+LIMITS, MOST_GROWTH = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0), 1.8
+
 # Input channels whose errors change the later weights in one product.
 COLUMNS = 128
 
@@ -118,9 +122,8 @@ def prepare(
     hidden = statistics["fc2"]
     by = np.ones_like(hidden.mean)
     if TABLE[dtype].holds_levels:  # The steps of float8 grow with the numbers.
-        by = _above_most_units(hidden.magnitude)
-    least, largest = (hidden.least / by).min(1), (hidden.largest / by).max(1)
-    least, largest = np.minimum(least, 0), np.maximum(largest, 0)
+        by = _above_most_units(hidden, blocks["fc2"]["kernel"], limit)
+    least, largest = _range(hidden, by)
     if not TABLE[dtype].holds_levels:  # Float8 is most exact near 0, so 0 is not shifted.
         least, largest = -np.maximum(-least, largest), np.maximum(-least, largest)
     factor = 2 * limit / np.maximum(largest - least, 1e-30)
@@ -129,17 +132,45 @@ def prepare(
     return Prepared(blocks, statistics, factor, shift[:, None], dtype)
 
 
-def _above_most_units(largest: Array) -> Array:
-    """Returns how much the largest number [L, M] of a hidden unit is above that of most units.
+def _range(hidden: Statistics, by: Array) -> tuple[Array, Array]:
+    """Returns the least and the largest number [L] of the hidden units divided by `by` [L, M]."""
+    least, largest = (hidden.least / by).min(1), (hidden.largest / by).max(1)
+    return np.minimum(least, 0), np.maximum(largest, 0)
 
-    It is 1 for most units. Otherwise one scale for all units would make the levels of most units
-    coarse, because a few units reach large numbers.
+
+def _above_most_units(hidden: Statistics, kernel: Array, limit: float) -> Array:
+    """Returns the numbers [L, M] by which the hidden units are divided before they get levels.
+
+    It is 1 for most units; for the few that reach larger numbers, how much larger they are.
+    Otherwise these would make the steps of all units large. The weights of these units become
+    larger instead, and with them the steps of other weights. So the numbers have a limit, that of
+    LIMITS with which the expected square of fc2's error is least among those with which the part of
+    the weights is at most MOST_GROWTH times as large. Pooling does not make that part smaller, as
+    it does with errors of the input, which differ from token to token.
     """
-    found = np.ones_like(largest)
-    for block, row in enumerate(largest):
+    above = np.ones_like(hidden.mean)
+    for block, row in enumerate(hidden.magnitude):
         if (used := row[row > 0]).size:
-            found[block] = np.maximum(row / np.quantile(used, MOST_UNITS), 1)
-    return found
+            above[block] = np.maximum(row / np.quantile(used, MOST_UNITS), 1)
+    variance = np.einsum("lkk->lk", hidden.moment) - np.square(hidden.mean)
+
+    def squares(by: Array) -> tuple[Array, Array]:
+        """Returns the expected squares [L] of the errors that input and weights cause.
+
+        The square of a rounding error is that of its step / 12.
+        """
+        least, largest = _range(hidden, by)
+        step = by * ((largest - least) / (2 * limit))[:, None]
+        of_input = np.minimum(np.square(step) / 12, variance) * np.square(kernel).sum(2)
+        step = np.abs(kernel * by[:, :, None]).max(1) / limit
+        of_weight = np.square(step).sum(1) / 12 * (variance / np.square(by)).sum(1)
+        return of_input.sum(1), of_weight
+
+    found = [np.minimum(above, most) for most in LIMITS]
+    of_input, of_weight = np.stack([squares(by) for by in found], 1)
+    allowed = of_weight <= MOST_GROWTH * of_weight[0]
+    best = np.where(allowed, of_input + of_weight, np.inf).argmin(0)
+    return np.stack(found)[best, np.arange(len(best))]
 
 
 def _pad_hidden(blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config) -> None:
