@@ -15,7 +15,12 @@ import pallas_patch_embed as ppe
 from benchmarks import checkpoints
 from pallas_patch_embed.encoders import calibration as calibrating
 from pallas_patch_embed.encoders.calibration import FILE, Calibration, cosine_distances, vectors
-from pallas_patch_embed.encoders.eight_bits import prepare, round_with_covariance
+from pallas_patch_embed.encoders.eight_bits import (
+    Statistics,
+    _above_most_units,
+    prepare,
+    round_with_covariance,
+)
 from pallas_patch_embed.encoders.encoder import LAYERS
 from pallas_patch_embed.patch_embedding.weight_rounding import round_to_nearest
 from tests.encoder.goldens import DATA, arrays, checkpoint, expected, images
@@ -127,6 +132,21 @@ def test_the_weights_errors_cancel_for_the_inputs_of_the_calibration(dtype, larg
     assert rounded.dtype == dtype and square(rounded) < 0.2 * square(nearest)
     alone = round_with_covariance(weight, np.eye(64), dtype)
     np.testing.assert_array_equal(alone, nearest)
+
+
+def test_large_hidden_units_are_divided_as_far_as_their_weights_allow():
+    rng = np.random.default_rng(0)
+    hidden = np.abs(rng.normal(size=(3, 2000, 256))).astype(np.float32)
+    hidden[:2, :, 5] *= 10
+    kernel = rng.normal(size=(3, 256, 64)).astype(np.float32)
+    kernel[0, 5] /= 10
+    kernel[1, 5] *= 10
+    moment = np.einsum("btj,btk->bjk", hidden, hidden) / 2000
+    statistics = Statistics(hidden.min(1), hidden.max(1), hidden.mean(1), moment)
+    by = _above_most_units(statistics, kernel, 127)
+    # The weights of the unit are small in the first block, and decide the steps in the second.
+    assert by[0, 5] > 4 and by[1, 5] == 1 and (by[2] <= 1.5).all()
+    assert (by >= 1).all() and ((by > 1).sum(1) <= 3).all()
 
 
 def test_layers_that_hurt_stay_in_bfloat16_until_the_cosine_is_reached():
