@@ -53,7 +53,8 @@ ACCUMULATORS = 2  # One is filled while the other one is stored.
 STORERS = 2
 WARPGROUPS = 1 + STORERS
 
-# Largest number of columns whose sums a storing thread has in registers at a time.
+# Largest number of columns whose sums a storing thread has in registers at a time; with an
+# activation half of them, because ptxas spills with more.
 MOST_COLUMNS = 64
 
 # Registers of a thread in the first and in a storing warpgroup, set by setmaxnreg. At launch every
@@ -112,14 +113,11 @@ class BlackwellConfig:
         )
 
     def store_n(self, problem: Problem) -> int:
-        """Returns the columns of a TMA store: at most 64, of 128, 64 or 32 bytes.
-
-        With an activation it is at most 64 bytes: with 128 bytes of bfloat16 ptxas spills.
-        """
+        """Returns the columns of a TMA store, of 128, 64 or 32 bytes."""
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
-        sizes = (64, 32) if problem.epilogue.activation else (128, 64, 32)
-        widths = (size // itemsize for size in sizes)
-        return next(n for n in widths if n <= MOST_COLUMNS and columns % n == 0)
+        most = MOST_COLUMNS // 2 if problem.epilogue.activation else MOST_COLUMNS
+        widths = (size // itemsize for size in (128, 64, 32))
+        return next(n for n in widths if n <= most and columns % n == 0)
 
     def tensor_memory_columns(self) -> int:
         """Returns the number of columns of tensor memory to allocate, a power of two."""
@@ -146,7 +144,7 @@ class BlackwellConfig:
         if problem.epilogue.residual:
             terms += self.store_n(problem)
         if problem.epilogue.levels:
-            terms += columns // 4
+            terms += self.store_n(problem) // 4
         return self.store_n(problem) + columns // 4 + terms + OTHER_REGISTERS
 
     def check(self, problem: Problem, chip: Chip) -> None:
@@ -334,9 +332,6 @@ class Worker(launch.Worker):
         columns = [self.column + self.step_column(storer, step) for step in steps]
         load, scale, table = self.step_tile.load_columns, self.operands.scale, self.operands.table
         scales = [load(scale, column) for column in columns]
-        factors: list[Any] = [None] * len(steps)
-        if self.problem.epilogue.levels:
-            factors = [load(self.operands.factor, column) for column in columns]
         offsets = [] if self.problem.has_table else [load(table, column) for column in columns]
 
         def begin_segment(table_row):
@@ -350,8 +345,7 @@ class Worker(launch.Worker):
                 plgpu.barrier_wait(self.scratch.multiplied.at[lax.rem(number, ACCUMULATORS)])
             with jax.named_scope("scale, add and store"):
                 for step in steps:
-                    of_step = scales[step], terms[step], factors[step]
-                    self.store_step(storer, number, row, step, *of_step)
+                    self.store_step(storer, number, row, step, scales[step], terms[step])
 
         self.for_each_tile(store_tile, begin_segment)
         plgpu.wait_smem_to_gmem(0)
@@ -366,7 +360,7 @@ class Worker(launch.Worker):
         skip, period = step * self.step_tile.columns, self.problem.table_period
         return self.step_tile.load_rows(self.operands.table, row, column, skip, period)
 
-    def store_step(self, storer, number, row, step: int, scale, term, factor) -> None:
+    def store_step(self, storer, number, row, step: int, scale, term) -> None:
         """Loads the sums of a step, scales and adds in float32, rounds, and stores the result."""
         s, width, first = self.scratch, self.step_tile.columns, self.step_column(storer, step)
         step_count = self.config.tile_n // STORERS // width
@@ -384,11 +378,11 @@ class Worker(launch.Worker):
             place = row + self.rank * ROWS, self.column + first
             return self.step_tile.load_rows(residual, *place, 0, period)
 
-        load = dict(
-            row_scale=load_row_scale,
-            residual=load_residual,
-            factor=lambda: self.step_tile.broadcast(factor),
-        )
+        def load_factor():  # ptxas spills if factors stay in registers, as scales do.
+            factor = self.step_tile.load_columns(self.operands.factor, self.column + first)
+            return self.step_tile.broadcast(factor)
+
+        load = dict(row_scale=load_row_scale, residual=load_residual, factor=load_factor)
         y = self.result(y, self.step_tile.broadcast(scale), term, load)
         buffers = self.config.buffers
         buffer = s.staged.at[storer * buffers + ((number * step_count + step) & (buffers - 1))]
