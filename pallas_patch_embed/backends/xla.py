@@ -15,7 +15,7 @@ from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.chips import Chip, Target
 from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.messages import printable
-from pallas_patch_embed.base.problem import NO_EPILOGUE, Epilogue, Problem
+from pallas_patch_embed.base.problem import LEVELS, NO_EPILOGUE, Epilogue, Problem
 
 # With at most this many rows of patches XLA may fuse the product with what follows.
 FEW_ROWS = 1024
@@ -80,7 +80,7 @@ def run(
       scale: [..., N] float32.
       table: [..., S, N], [..., 1, N] or [N], bfloat16 or float32.
       others: the operands of the epilogue.
-      out_dtype: "bfloat16" or "float32"; "int8" if the epilogue has levels.
+      out_dtype: "bfloat16" or "float32"; the dtype of patches if the epilogue has levels.
       epilogue: that of a dense layer.
 
     Returns:
@@ -122,6 +122,6 @@ def run(
     if epilogue.residual:
         y = y + given["residual"].reshape(y.shape).astype(jnp.float32)
     if epilogue.levels:
-        factor, shift = given["levels"]
-        y = to_levels(y * factor + shift)
+        factor, shift = (given[name].reshape((1,) * (y.ndim - 1) + (-1,)) for name in LEVELS)
+        y = to_levels(y * factor + shift, out_dtype)
     return y.astype(out_dtype)

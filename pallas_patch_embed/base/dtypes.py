@@ -35,7 +35,10 @@ class PatchDtype:
 
     @property
     def holds_levels(self) -> bool:
-        """Whether patches hold the levels of pixels, u - 128, rather than numbers in [-1, 1]."""
+        """Whether numbers are integers, at equal distances.
+
+        Patches then hold the levels of pixels, u - 128, rather than numbers in [-1, 1].
+        """
         return jnp.issubdtype(self.name, jnp.integer)
 
     @property
@@ -60,3 +63,7 @@ TABLE = {row.name: row for row in _ROWS}
 
 DTYPES = tuple(TABLE)
 OUT_DTYPES = ("bfloat16", "float32")
+
+# The dtypes of the dense layers of an encoder in 8 bits, and of all encoders.
+EIGHT_BITS = tuple(name for name, row in TABLE.items() if row.scaled)
+LAYER_DTYPES = (*OUT_DTYPES, *EIGHT_BITS)

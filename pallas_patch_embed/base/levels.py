@@ -1,17 +1,22 @@
-"""Levels: the int8 numbers that stand for activations of an encoder."""
+"""Levels: the numbers of 8 bits, int8 or float8, that stand for activations of an encoder."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The largest level. -128 does not occur.
-LARGEST = 127
+from pallas_patch_embed.base.dtypes import TABLE
 
 
-def to_levels(y: jax.Array) -> jax.Array:
+def to_levels(y: jax.Array, dtype: str) -> jax.Array:
     """Rounds float32 to the nearest level, ties to even, and clips it; for arrays and in kernels.
 
-    The sum of a number and 1.5 * 2^23 is a float32 whose low bits are the rounded number.
+    Args:
+      y: float32.
+      dtype: one of `EIGHT_BITS`. XLA rounds to float8 twice on a CPU, first to float16.
     """
-    y = jnp.clip(y, -float(LARGEST), float(LARGEST)) + 1.5 * 2.0**23
-    return lax.bitcast_convert_type(y, jnp.int32).astype(jnp.int8)
+    largest = TABLE[dtype].largest
+    y = jnp.clip(y, -largest, largest)
+    if not TABLE[dtype].holds_levels:
+        return y.astype(dtype)
+    # The sum of a number and 1.5 * 2^23 is a float32 whose low bits are the rounded number.
+    return lax.bitcast_convert_type(y + 1.5 * 2.0**23, jnp.int32).astype(dtype)

@@ -63,19 +63,24 @@ class PatchGeometry(NamedTuple):
         return (*shape[: -self.image_ndim], rows, padded(K))
 
 
+# The operands of an epilogue's levels.
+LEVELS = ["factor", "shift"]
+
+
 class Epilogue(NamedTuple):
     """What a dense layer does with its sums, besides scaling them and adding a bias.
 
         y[m, n] = activation(sum_k x[m, k] w[n, k] * scale[n] * row_scale[m] + table[n])
                   + residual[m, n]
 
-    An int8 result is y * levels[0] + levels[1], rounded to nearest and clipped to [-127, 127].
+    With levels the result has the dtype of x, int8 or float8: y * factor[n] + shift, rounded to
+    nearest and clipped to the largest magnitude of a weight (`PatchDtype.largest`).
 
     Attributes:
       activation: one of `ACTIVATIONS`; empty for none.
       row_scale: whether rows have scales, [M] float32.
       residual: whether a residual is added, [M, N] bfloat16.
-      levels: whether the result is int8, with levels [2] float32.
+      levels: whether the result is in 8 bits, with factor [N] and shift [1] float32.
     """
 
     activation: str = ""
@@ -86,7 +91,8 @@ class Epilogue(NamedTuple):
     @property
     def operands(self) -> tuple[str, ...]:
         """The names of its operands, in their order."""
-        return tuple(name for name in self._fields[1:] if getattr(self, name))
+        names = {"row_scale": ["row_scale"], "residual": ["residual"], "levels": LEVELS}
+        return tuple(name for field in names if getattr(self, field) for name in names[field])
 
 
 NO_EPILOGUE = Epilogue()
@@ -107,7 +113,7 @@ class Problem:
       table: shape [..., S, N], or [..., 1, N] or [N] for one row that is added to every position.
       dtype: dtype of patches and weight.
       table_dtype: bfloat16 or float32.
-      out_dtype: dtype of the result, bfloat16 or float32.
+      out_dtype: dtype of the result, bfloat16 or float32; with levels that of x.
       geometry: geometry of the patches that are cut from uint8 images; None if patches are given.
       images: shape [..., H, W, C] of those images, or [..., F, H, W, C] of videos.
       epilogue: of a dense layer, what happens to its sums; that of the patch embedding is empty.

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pallas_patch_embed.base.devices import check_devices
+from pallas_patch_embed.base.dtypes import EIGHT_BITS
 from pallas_patch_embed.base.files import check_place, open_regular, written_atomically
 from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed import sources
@@ -24,16 +25,16 @@ from pallas_patch_embed.encoders.calibration import (
     FILE,
     Calibration,
     calibrate,
+    calibration_file,
     cosine_distances,
     encode,
+    is_calibration,
 )
-from pallas_patch_embed.encoders.checkpoint import load_encoder
+from pallas_patch_embed.encoders.checkpoint import calibration_beside, load_encoder
 from pallas_patch_embed.encoders.encoder import described_layers
 from pallas_patch_embed.encoders.hub import find_checkpoint
 
 type Array = npt.NDArray[Any]
-
-DTYPES = ("bfloat16", "int8")
 
 # The text in the header of a PNG by which the command recognizes its own pictures.
 CREATOR = "pallas-patch-embed accuracy"
@@ -101,6 +102,18 @@ def add_parser(commands: Any) -> None:
         "second picture calibrates, and the others are compared)",
     )
     parser.add_argument(
+        "--save-calibration",
+        type=Path,
+        metavar="FILE",
+        help="write the calibration of every second picture, for embed --calibration",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=EIGHT_BITS,
+        default="int8",
+        help="dtype that is compared besides bfloat16 (default: int8)",
+    )
+    parser.add_argument(
         "--min-cosine",
         type=float,
         help="mean cosine for which layers stay in bfloat16, such as 0.9995 (default: none stays)",
@@ -122,6 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
       OSError, ValueError: an argument is wrong, or fewer than three pictures can be read.
     """
     check_place(arguments.out, f"--out is {printable(arguments.out)}", is_own)
+    if arguments.save_calibration is not None:
+        _check_saved(arguments)
     sources.check(arguments.pictures)
     check_devices()
     checkpoint = find_checkpoint(arguments.checkpoint)
@@ -129,14 +144,17 @@ def run(arguments: argparse.Namespace) -> int:
     load = functools.partial(load_encoder, checkpoint, image_size=arguments.size)
     exact = load(dtype="float32", patch_dtype="float32")
     calibration, compared = calibration_for(arguments, checkpoint, exact, images)
+    if arguments.save_calibration is not None:
+        calibration.save(arguments.save_calibration)
+        print(f"Wrote {printable(arguments.save_calibration)}.")
     names, images = names[compared], [images[i] for i in np.arange(len(images))[compared]]
     if len(images) < 3:
         raise ValueError(f"accuracy: {len(images)} pictures are compared, expected at least 3.")
     wanted = encode(exact, images)
     results = []
-    for dtype in DTYPES:
+    for dtype in ("bfloat16", arguments.dtype):
         options: dict[str, Any] = {}
-        if dtype == "int8":
+        if dtype in EIGHT_BITS:
             options = dict(calibration=calibration, min_cosine=arguments.min_cosine)
         encoder = load(dtype=dtype, **options)
         layers = described_layers(encoder.blocks).removesuffix(", ")
@@ -150,6 +168,17 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\nWrote {printable(arguments.out)}.")
     sys.stdout.flush()
     return 0
+
+
+def _check_saved(arguments: argparse.Namespace) -> None:
+    """Refuses a place for the calibration at which it cannot be written."""
+    path, what = calibration_file(arguments.save_calibration), "--save-calibration"
+    if arguments.calibration is not None:
+        raise ValueError(
+            f"{what} is {printable(path)}, but with --calibration nothing is calibrated. Leave one "
+            "of them out."
+        )
+    check_place(path, f"{what} is {printable(path)}", is_calibration)
 
 
 def read(pictures: Sequence[str], decoder: Decoder) -> tuple[Array, list[Array]]:
@@ -173,14 +202,15 @@ def calibration_for(
     arguments: argparse.Namespace, checkpoint: Path, exact: Any, images: list[Array]
 ) -> tuple[Calibration, slice]:
     """Returns the calibration, and which images are compared: none of those that calibrated."""
-    beside = checkpoint / FILE
-    if arguments.calibration is not None or beside.is_file():
+    beside, saves = calibration_beside(checkpoint), arguments.save_calibration is not None
+    if arguments.calibration is not None or (beside.is_file() and not saves):
         return Calibration.load(arguments.calibration or beside), slice(None)
     first = images[::2]
     if not first:
         raise ValueError("accuracy: no picture could be read, expected at least 6.")
     source = "every second picture of this command"
-    found = calibrate(exact, first if exact.config.naflex else np.stack(first))
+    given = first if exact.config.naflex else np.stack(first)
+    found = calibrate(exact, given, dtype=arguments.dtype)
     return dataclasses.replace(found, source=source), slice(1, None, 2)
 
 

@@ -11,12 +11,18 @@ import jax
 import numpy as np
 
 from pallas_patch_embed.base.devices import check_devices
+from pallas_patch_embed.base.dtypes import EIGHT_BITS
 from pallas_patch_embed.base.messages import printable, quoted
 from pallas_patch_embed.commands import sheet
 from pallas_patch_embed.embed.embedder import Embedder
 from pallas_patch_embed.embed.options import is_of_patches, positive_integer
 from pallas_patch_embed.embed.pictures import MOST_BYTES, reason
-from pallas_patch_embed.embed.provenance import DECIDING, DECIDING_TEXTS, CheckpointHash
+from pallas_patch_embed.embed.provenance import (
+    DECIDING,
+    DECIDING_TEXTS,
+    CheckpointHash,
+    file_sha256,
+)
 from pallas_patch_embed.embed.ranking import nearest
 from pallas_patch_embed.embed.sources import Columns
 from pallas_patch_embed.embed.text_embedder import FILES, TextEmbedder
@@ -164,6 +170,9 @@ def _of_image(written: Written, checkpoint: Path, image: str) -> np.ndarray:
         checkpoint,
         size=written.options["size"],
         patch_dtype=settings["patch_dtype"],
+        dtype=settings["dtype"],
+        calibration=_calibration(written),
+        min_cosine=settings["min_cosine"],
         output=settings["output"],
         batch=1,
     )
@@ -186,6 +195,21 @@ def _of_image(written: Written, checkpoint: Path, image: str) -> np.ndarray:
         ) from error
     (vector,) = embedder.start([decoded])()
     return vector
+
+
+def _calibration(written: Written) -> str | None:
+    """Returns the path of the calibration with which an output was written, if it is in 8 bits."""
+    settings = written.settings
+    if settings["dtype"] not in EIGHT_BITS:
+        return None
+    path = str(written.options["calibration"])
+    if not os.path.isfile(path) or file_sha256(Path(path)) != settings["calibration_sha256"]:
+        raise ValueError(
+            f"{printable(written.url)} was written with --dtype {settings['dtype']}, but its "
+            f"calibration is missing or has changed: {printable(path)}. Restore this file, or "
+            "search with a text."
+        )
+    return path
 
 
 def _entries(written: Written, found: np.ndarray) -> list[Entry]:

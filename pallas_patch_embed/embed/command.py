@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_patch_embed.base.devices import check_devices
+from pallas_patch_embed.base.dtypes import EIGHT_BITS
 from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed import jpeg, pipeline, sources
 from pallas_patch_embed.embed.embedder import Embedder
@@ -31,10 +32,14 @@ from pallas_patch_embed.embed.provenance import (
     Provenance,
     Settings,
     checkpoint_files,
+    file_sha256,
+    scales_sha256,
 )
 from pallas_patch_embed.embed.tables import RESERVED
 from pallas_patch_embed.embed.text_embedder import FILES, AnyEmbedder, TextEmbedder
 from pallas_patch_embed.embed.units import Files, Picture, is_url
+from pallas_patch_embed.encoders.calibration import calibration_file
+from pallas_patch_embed.encoders.checkpoint import calibration_beside
 from pallas_patch_embed.encoders.hub import find_checkpoint
 
 # Options that need the shards of a folder, with the values that they have if they are not given.
@@ -50,6 +55,9 @@ FOLDER_ONLY: dict[str, Any] = {
 PICTURES_ONLY: dict[str, Any] = {
     "size": None,
     "patch_dtype": "bfloat16",
+    "dtype": "bfloat16",
+    "calibration": None,
+    "min_cosine": None,
     "output": "pooled",
     "image_column": None,
     "allow_truncated": False,
@@ -124,6 +132,9 @@ def run(
             "--resize is device, but with --ray the nodes that decode pictures also resize them. "
             "Use --resize host."
         )
+    if options.dtype in EIGHT_BITS:
+        calibration = os.fspath(_calibration(named, checkpoint, options))
+        options = dataclasses.replace(options, calibration=calibration)
     column = options.text_column if texts else options.image_column
     columns = sources.Columns(column, options.id_column, options.keep, texts)
     if to_npz:
@@ -156,6 +167,9 @@ def run(
         encoder_options: dict[str, Any] = dict(
             size=options.size,
             patch_dtype=options.patch_dtype,
+            dtype=options.dtype,
+            calibration=options.calibration,
+            min_cosine=options.min_cosine,
             output=options.output,
             normalize=options.normalize,
             batch=batch,
@@ -164,7 +178,7 @@ def run(
         )
 
         def provenance_for(embedder: AnyEmbedder) -> Provenance:
-            decoder, row = None, None
+            decoder = scales = row = None
             if isinstance(embedder, TextEmbedder):
                 preprocessing = embedder.preprocessing
             else:
@@ -180,6 +194,7 @@ def run(
                     decoder = jpeg.version()
                 if embedder.row is not None:
                     row = embedder.row._asdict()
+                scales = scales_sha256(embedder.encoder)
             hashed = CheckpointHash(checkpoint, deciding)
             settings = Settings(
                 checkpoint_sha256=hashed.sha256,
@@ -194,6 +209,10 @@ def run(
                 tower="text" if texts else "vision",
                 text_column=options.text_column,
                 packed=row is not None,
+                dtype=options.dtype,
+                calibration_sha256=options.calibration and file_sha256(Path(options.calibration)),
+                min_cosine=options.min_cosine,
+                scales_sha256=scales,
             )
             # On a cluster the driver does not know the devices.
             device = embedder.device_kind if options.ray is None else None
@@ -260,6 +279,27 @@ def run(
     for line in _advice(left_out):
         print(line, file=sys.stderr)
     return progress.missing + sum(left_out[e] for e in left_out if missing_plugin(e))
+
+
+def _calibration(named: str, checkpoint: Path, options: Options) -> Path:
+    """Returns the path of the calibration for an encoder in 8 bits.
+
+    It is a file, so that a run that is resumed has the same scales: on another device or with
+    another version of jax a calibration is rounded differently.
+    """
+    beside = calibration_beside(checkpoint)
+    path = beside if options.calibration is None else calibration_file(options.calibration)
+    if not path.is_file():
+        given = f"--dtype is {options.dtype}"
+        if options.calibration is not None:
+            given += f" and --calibration is {printable(options.calibration)}"
+        raise ValueError(
+            f"{given}, but there is no file {printable(os.fspath(path))}. Make a calibration of "
+            "some of your pictures with: pallas-patch-embed accuracy --checkpoint "
+            f"{printable(named)} --dtype {options.dtype} --save-calibration FILE photos/. Then "
+            "pass --calibration FILE."
+        )
+    return path.resolve()
 
 
 def _begun[T](elements: Iterable[T]) -> tuple[list[T], Iterator[T]]:

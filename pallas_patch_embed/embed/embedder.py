@@ -22,6 +22,7 @@ from pallas_patch_embed.embed.options import check_output, is_of_patches, layer_
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.resizing import Resizer, refusal
+from pallas_patch_embed.encoders.calibration import Calibration
 from pallas_patch_embed.encoders.checkpoint import load_encoder_for_side, read_config
 from pallas_patch_embed.encoders.config import Config, check_size
 from pallas_patch_embed.encoders.encoder import Encoder, mean_of_patches
@@ -136,7 +137,7 @@ class Embedder:
       checkpoint: as the source of `load_encoder`: a path, or the name of a model on the Hugging
         Face hub.
       size: side of the images in pixels; None for the size in the checkpoint.
-      patch_dtype: as for `load_encoder`.
+      patch_dtype, dtype, calibration, min_cosine: as for `load_encoder`.
       output: what an embedding is.
       normalize: whether each vector of D elements is divided by its Euclidean norm.
       batch: number of images that one device computes at a time; None for the platform's default.
@@ -174,6 +175,9 @@ class Embedder:
         *,
         size: int | None = None,
         patch_dtype: str = "bfloat16",
+        dtype: str = "bfloat16",
+        calibration: Calibration | str | os.PathLike[str] | None = None,
+        min_cosine: float | None = None,
         output: str = "pooled",
         normalize: bool = False,
         batch: int | None = None,
@@ -187,7 +191,15 @@ class Embedder:
         if layer is not None:
             layer = _hidden_state(layer, checkpoint)
             blocks = max(layer, 1)  # There is no encoder without blocks.
-        encoder = load_encoder_for_side(checkpoint, size, patch_dtype, blocks)
+        encoder = load_encoder_for_side(
+            checkpoint,
+            size,
+            patch_dtype,
+            blocks,
+            dtype=dtype,
+            calibration=calibration,
+            min_cosine=min_cosine,
+        )
         config = encoder.config
         _check_tokens(output, config, checkpoint)
         self.preprocessing = Preprocessing.of(checkpoint, config, size)

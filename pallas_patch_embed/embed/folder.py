@@ -22,7 +22,7 @@ from pallas_patch_embed.embed.options import Options, is_of_patches
 from pallas_patch_embed.embed.output import IS_CHANGED, SAME_ID, UnfinishedError
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.place import FILE, FOLDER, Local, Place, Remote, place_of
-from pallas_patch_embed.embed.provenance import ABSENT, Provenance, differences
+from pallas_patch_embed.embed.provenance import ABSENT, NULLABLE, Provenance, differences
 from pallas_patch_embed.embed.tables import (
     ABOUT,
     ORIGIN,
@@ -305,7 +305,7 @@ class Folder:
             types: dict[str, Any] = {
                 name: type(value) for name, value in wanted.items() if name in found
             }
-            types |= {"image_column": (str, type(None))} if "image_column" in found else {}
+            types |= {name: (kind, type(None)) for name, kind in NULLABLE.items() if name in found}
             json_objects.expect(found, types, "settings", others=True)
         except (OSError, ValueError) as error:
             raise ValueError(

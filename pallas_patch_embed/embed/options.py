@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any, Literal
 
-from pallas_patch_embed.base.dtypes import DTYPES
+from pallas_patch_embed.base.dtypes import DTYPES, LAYER_DTYPES
 from pallas_patch_embed.base.messages import quoted
 from pallas_patch_embed.embed.pictures import MOST_BYTES, MOST_PIXELS
 
@@ -17,8 +17,11 @@ OUTPUTS = ("pooled", "mean", "class", "patches")
 LAYER = re.compile(r"layer:(0|-?[1-9][0-9]{0,5})")
 
 # Help of options that would not fit into the lines of `add_parser`.
+HELP_CALIBRATION = "for --dtype in 8 bits (default: calibration.safetensors beside the weights)"
 HELP_CHANGED = "what to do with pictures that have changed (default: report)"
 HELP_DTYPE = "dtype that is written (default: float32)"
+HELP_LAYERS = "dtype of the dense layers (default: bfloat16)"
+HELP_MIN_COSINE = "in 8 bits: keep layers in bfloat16 until the mean cosine to float32 is this"
 HELP_MOST = "larger pictures are errors (default: %(default)s)"
 HELP_MOVED = "the pictures that were in OLD are now in NEW"
 HELP_RESIZE = "what resizes pictures (default: auto, a GPU)"
@@ -32,7 +35,8 @@ class Options:
     Attributes:
       size: side of the square images in pixels; NaFlex images get at most as many patches as such
         an image. None for the size in the checkpoint.
-      patch_dtype: as for `load_encoder`.
+      patch_dtype, dtype, calibration, min_cosine: as for `load_encoder`; in 8 bits there must be
+        a file of a calibration.
       output: what an embedding is, one of OUTPUTS or "layer:N", as for `Embedder`.
       normalize: whether every vector of an embedding is divided by its Euclidean norm.
       embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
@@ -63,6 +67,9 @@ class Options:
 
     size: int | None = None
     patch_dtype: str = "bfloat16"
+    dtype: str = "bfloat16"
+    calibration: str | None = None
+    min_cosine: float | None = None
     output: str = "pooled"
     normalize: bool = False
     embedding_dtype: str = "float32"
@@ -178,6 +185,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group: Any = parser.add_argument_group("embeddings").add_argument
     group("--size", type=positive_integer, metavar="N", help="side of the images in pixels")
     group("--patch-dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    group("--dtype", choices=LAYER_DTYPES, default="bfloat16", help=HELP_LAYERS)
+    group("--calibration", metavar="FILE", help=HELP_CALIBRATION)
+    group("--min-cosine", type=float, metavar="X", help=HELP_MIN_COSINE)
     group("--output", type=output_name, default="pooled", metavar="WHAT", help=HELP_OUTPUT)
     group("--normalize", action="store_true", help="divide each vector by its norm")
     group("--embedding-dtype", choices=("float32", "float16"), default="float32", help=HELP_DTYPE)

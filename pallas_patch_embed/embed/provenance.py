@@ -11,12 +11,18 @@ import numpy as np
 
 import pallas_patch_embed
 from pallas_patch_embed.base.messages import quoted
+from pallas_patch_embed.base.problem import LEVELS
 from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.encoders.calibration import FILE
+from pallas_patch_embed.encoders.encoder import Encoder
 
 # The version of the arithmetic of each patch dtype. A change of the bits of the embeddings, other
 # than by the rounding of another compiler or device, gets a new number. Embeddings with different
 # numbers are not mixed in one folder. 2: int8 and float8 weights are rounded with error feedback.
 ARITHMETIC = {"float32": 1, "bfloat16": 1, "float8_e4m3fn": 2, "int8": 2}
+
+# The same for the dense layers of encoders in 8 bits. It is part of the hash of their scales.
+ARITHMETIC_IN_8_BITS = 1
 
 # The files in the folder of a checkpoint that decide the embeddings, besides the weights.
 DECIDING = (
@@ -57,6 +63,10 @@ class Settings:
       tower: "vision" for embeddings of pictures, or "text".
       text_column: column of parquet files with the texts; None for the only one.
       packed: whether the patches of pictures are packed, as those of NaFlex encoders are.
+      dtype: dtype of the encoder's dense layers.
+      calibration_sha256: hash of the file of the calibration; None if no layer is in 8 bits.
+      min_cosine: the mean cosine to float32 for which layers stay in bfloat16; None for no layer.
+      scales_sha256: hash of the scales, from `scales_sha256`; None if no layer is in 8 bits.
     """
 
     checkpoint_sha256: str
@@ -71,7 +81,20 @@ class Settings:
     tower: str = "vision"
     text_column: str | None = None
     packed: bool = False
+    dtype: str = "bfloat16"
+    calibration_sha256: str | None = None
+    min_cosine: float | None = None
+    scales_sha256: str | None = None
 
+
+# The settings that may be null, with their other types.
+NULLABLE: dict[str, type] = {
+    "image_column": str,
+    "text_column": str,
+    "calibration_sha256": str,
+    "min_cosine": float,
+    "scales_sha256": str,
+}
 
 # Settings that manifests of an earlier version lack, with the values that they had then.
 ABSENT: dict[str, Any] = {
@@ -81,7 +104,36 @@ ABSENT: dict[str, Any] = {
     "tower": "vision",
     "text_column": None,
     "packed": False,
+    "dtype": "bfloat16",
+    "calibration_sha256": None,
+    "min_cosine": None,
+    "scales_sha256": None,
 }
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def scales_sha256(encoder: Encoder) -> str | None:
+    """Returns a hash of what an encoder in 8 bits rounds with; None for other encoders.
+
+    It is that of the smoothed norms, and of the scales and levels of the layers that are in 8 bits,
+    with their names. They follow from checkpoint, calibration and `min_cosine` by operations whose
+    results are the same on every machine. The weights are left out, because the solvers that round
+    them are not: their errors differ in the last bits.
+    """
+    if not isinstance(encoder.blocks, tuple):
+        return None
+    whole = hashlib.sha256(f"{ARITHMETIC_IN_8_BITS}\n".encode())
+    for run in encoder.blocks:
+        for layer, p in sorted(run.items()):
+            for name in sorted({"scale", *LEVELS} & p.keys()):
+                whole.update(f"{layer} {name} {p[name].shape}\n".encode())
+                whole.update(np.asarray(p[name], np.float32).tobytes())
+    return whole.hexdigest()
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
@@ -124,6 +176,7 @@ def versions() -> dict[str, str]:
 def checkpoint_files(checkpoint: Path, deciding: Sequence[str] = DECIDING) -> list[Path]:
     """Returns the weights, the JSON files and the deciding files of a checkpoint, sorted.
 
+    A calibration in its folder is none of them, because it does not change other encoders.
     Of a checkpoint that is a file they are this file, and those in its folder that decide.
     """
     if not checkpoint.is_dir():
@@ -131,7 +184,7 @@ def checkpoint_files(checkpoint: Path, deciding: Sequence[str] = DECIDING) -> li
         return sorted(path for path in {checkpoint, *beside} if path.is_file())
     kinds = ("*.json", "*.safetensors", *deciding)
     found = {path for kind in kinds for path in checkpoint.glob(kind)}
-    return sorted(path for path in found if path.is_file())
+    return sorted(path for path in found if path.is_file() and path.name != FILE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +243,7 @@ class CheckpointHash:
     def __init__(self, checkpoint: Path, deciding: Sequence[str] = DECIDING):
         self._digests = {}
         for path in checkpoint_files(checkpoint, deciding):
-            with open(path, "rb") as file:
-                self._digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            self._digests[path.name] = file_sha256(path)
         others = [name for name in self._digests if name.endswith(".json")]
         self._in_file = None if checkpoint.is_dir() else self._without(others)
         self._others = [name for name in others if name not in deciding]

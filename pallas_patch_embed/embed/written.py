@@ -40,6 +40,9 @@ SETTINGS: dict[str, Any] = {
     "checkpoint_sha256": str,
     "preprocessing": str,
     "patch_dtype": str,
+    "dtype": str,
+    "calibration_sha256": (str, type(None)),
+    "min_cosine": (float, type(None)),
     "output": str,
     "tower": str,
 }
@@ -47,6 +50,7 @@ SETTINGS: dict[str, Any] = {
 # Types of the options that are read, and may be missing.
 OPTIONS = {
     "size": (int, type(None)),
+    "calibration": (str, type(None)),
     "image_column": (str, type(None)),
     "id_column": (str, type(None)),
 }

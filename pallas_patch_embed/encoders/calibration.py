@@ -17,10 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_patch_embed.base.array_arguments import AnyArray
+from pallas_patch_embed.base.dtypes import EIGHT_BITS
 from pallas_patch_embed.base.files import written_atomically
 from pallas_patch_embed.base.levels import to_levels
+from pallas_patch_embed.base.problem import LEVELS
 from pallas_patch_embed.encoders import eight_bits
 from pallas_patch_embed.encoders.config import Config
 from pallas_patch_embed.encoders.eight_bits import Prepared, Statistics, Unit
@@ -36,6 +39,7 @@ from pallas_patch_embed.encoders.encoder import (
 )
 from pallas_patch_embed.encoders.naflex import batch_naflex
 from pallas_patch_embed.layers.norm import quantised
+from pallas_patch_embed.patch_embedding.params import check_dtype
 
 type Array = npt.NDArray[Any]
 
@@ -66,6 +70,7 @@ class Calibration:
       weights: [L], a hash of each block's norms: a calibration is of one checkpoint.
       pictures: number of pictures.
       source: where the pictures are from.
+      dtype: the dtype of 8 bits for which the losses were measured.
     """
 
     statistics: dict[str, Statistics]
@@ -74,6 +79,7 @@ class Calibration:
     weights: Array
     pictures: int
     source: str
+    dtype: str = "int8"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, or calibration.safetensors in a folder.
@@ -88,9 +94,10 @@ class Calibration:
             for name, x in statistics._asdict().items()
         }
         arrays |= {"losses": self.losses, "weights": self.weights}
-        about = dict(bfloat16=self.bfloat16, pictures=self.pictures, source=self.source)
+        names = ("bfloat16", "pictures", "source", "dtype")
+        about = {name: getattr(self, name) for name in names}
         content = save(arrays, {"format": FORMAT, "calibration": json.dumps(about)})
-        with written_atomically(_file(path)) as file:
+        with written_atomically(calibration_file(path)) as file:
             file.write(content)
 
     @classmethod
@@ -102,7 +109,7 @@ class Calibration:
         """
         import safetensors
 
-        file = _file(path)
+        file = calibration_file(path)
         try:
             with safetensors.safe_open(file, "numpy") as stored:
                 metadata = stored.metadata() or {}
@@ -127,12 +134,17 @@ class Calibration:
                 "calibrate(encoder, images).save(path)."
             ) from error
 
-    def of_first(self, blocks: dict[str, Any], config: Config) -> "Calibration":
+    def of_first(self, blocks: dict[str, Any], config: Config, dtype: str) -> "Calibration":
         """Returns the calibration of the first blocks, after a check that it is of their weights.
 
         Raises:
-          ValueError: it is of another checkpoint.
+          ValueError: it is of another checkpoint, or for another dtype.
         """
+        if self.dtype != dtype:
+            raise ValueError(
+                f"{self!r} is for {self.dtype}, not {dtype}. Calibrate for this dtype: "
+                f"calibrate(load_encoder(source, dtype='float32'), images, dtype={dtype!r})."
+            )
         L, wanted = config.depth, _hash(blocks)
         shapes = {layer: s.largest.shape[1] for layer, s in self.statistics.items()}
         D, M = config.width, config.mlp
@@ -187,7 +199,23 @@ class Calibration:
         return f"Calibration({self.pictures} pictures, {self.source})"
 
 
-def calibrate(encoder: Encoder, images: AnyArray | Sequence[AnyArray] | None = None) -> Calibration:
+def is_calibration(path: Path) -> bool:
+    """Returns whether `Calibration.save` wrote this file."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, "numpy") as stored:
+            return bool((stored.metadata() or {}).get("format") == FORMAT)
+    except (OSError, safetensors.SafetensorError):
+        return False
+
+
+def calibrate(
+    encoder: Encoder,
+    images: AnyArray | Sequence[AnyArray] | None = None,
+    *,
+    dtype: DTypeLike = "int8",
+) -> Calibration:
     """Runs an encoder on pictures and records what its layers get, for an encoder in 8 bits.
 
     A few hundred pictures like those that the encoder will see are enough. It computes in float32,
@@ -198,6 +226,7 @@ def calibrate(encoder: Encoder, images: AnyArray | Sequence[AnyArray] | None = N
       images: as an encoder takes them, [N, H, W, C]. For a NaFlex encoder a sequence of pictures
         [H, W, C] uint8, as `batch_naflex` takes them. None for crops of the photographs in this
         package, with a warning: they are only three.
+      dtype: "int8" or "float8_e4m3fn", for which it is made.
 
     Returns:
       Calibration.
@@ -205,6 +234,7 @@ def calibrate(encoder: Encoder, images: AnyArray | Sequence[AnyArray] | None = N
     Raises:
       TypeError, ValueError: an argument has another type, shape or value.
     """
+    dtype = check_dtype(dtype, "calibrate: dtype", EIGHT_BITS)
     if not isinstance(encoder, Encoder) or isinstance(encoder.blocks, tuple):
         raise TypeError(
             f"calibrate: the encoder is {encoder!r}, expected an Encoder from load_encoder with "
@@ -235,7 +265,7 @@ def calibrate(encoder: Encoder, images: AnyArray | Sequence[AnyArray] | None = N
     }
     if not all(np.isfinite(x).all() for s in statistics.values() for x in s):
         raise ValueError("calibrate: a layer's input is not finite. Check images and weights.")
-    losses, bfloat16 = _losses(exact, statistics, images)
+    losses, bfloat16 = _losses(exact, statistics, images, dtype)
     return Calibration(
         statistics=statistics,
         losses=losses,
@@ -243,6 +273,7 @@ def calibrate(encoder: Encoder, images: AnyArray | Sequence[AnyArray] | None = N
         weights=_hash(jax.device_get({n: exact.blocks[n] for n in ("norm1", "norm2")})),
         pictures=len(images),
         source=source,
+        dtype=dtype,
     )
 
 
@@ -291,7 +322,8 @@ def cosine_distances(found: Array, exact: Array) -> Array:
     return np.asarray(1 - (found * exact).sum(1) / np.maximum(lengths, 1e-300))
 
 
-def _file(path: str | os.PathLike[str]) -> Path:
+def calibration_file(path: str | os.PathLike[str]) -> Path:
+    """Returns the file of a calibration that is given by its path, or by that of its folder."""
     path = Path(path)
     return path / FILE if path.is_dir() else path
 
@@ -374,21 +406,23 @@ def _sum(total: Any, more: Any) -> dict[str, Statistics]:
 
 
 def _losses(
-    encoder: Encoder, statistics: dict[str, Statistics], images: Any
+    encoder: Encoder, statistics: dict[str, Statistics], images: Any, dtype: str
 ) -> tuple[Array, float]:
     """Measures how much each layer in 8 bits, and the encoder in bfloat16, changes the vectors."""
     config = encoder.config
     chosen = np.unique(np.linspace(0, len(images) - 1, MEASURED).astype(int))
     some = [images[i] for i in chosen]
     batches = list(_batches(encoder, some if config.naflex else np.stack(some)))
-    prepared = eight_bits.prepare(jax.device_get(encoder.blocks), statistics, config)
+    prepared = eight_bits.prepare(jax.device_get(encoder.blocks), statistics, config, dtype)
     rounded = {layer: _rounded(prepared, layer, config.depth) for layer in LAYERS}
 
     def distance(*units: Unit) -> float:
         flags = {layer: np.zeros(config.depth, bool) for layer in LAYERS}
         for block, layer in units:
             flags[layer][block] = True
-        found = [_with_rounded(encoder, prepared, rounded, flags, batch) for batch in batches]
+        levels = {"factor": prepared.factor, "shift": prepared.shift}
+        arrays = prepared.blocks, levels, rounded, flags
+        found = [_with_rounded(encoder, *arrays, batch, dtype=dtype) for batch in batches]
         return float(cosine_distances(np.concatenate(found), exact).mean())
 
     def run(encoder: Encoder) -> Array:
@@ -426,36 +460,40 @@ def _vectors(encoder: Encoder, batch: tuple[Any, ...]) -> jax.Array:
     return vectors(encoder, _observed(encoder, batch, None)[0])
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="dtype")
 def _with_rounded(
     encoder: Encoder,
-    prepared: Prepared,
+    prepared: dict[str, Any],
+    levels: dict[str, Any],
     rounded: dict[str, Any],
-    flags: dict[str, jax.Array],
+    flags: dict[str, Any],
     batch: tuple[Any, ...],
+    *,
+    dtype: str,
 ) -> jax.Array:
     """Computes the vectors with some layers in 8 bits, whose numbers are float32."""
 
     def choose(flag: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(lax.broadcast_in_dim(flag, x.shape, range(flag.ndim)), x, y)
 
-    blocks = {name: prepared.blocks[name] for name in ("norm1", "norm2")} | {
+    blocks = {name: prepared[name] for name in ("norm1", "norm2")} | {
         layer: {
-            name: choose(flags[layer], rounded[layer][name], prepared.blocks[layer][name])
+            name: choose(flags[layer], rounded[layer][name], prepared[layer][name])
             for name in ("kernel", "bias")
         }
         for layer in LAYERS
     }
-    blocks["observed"] = flags | {"levels": prepared.levels}
+    blocks["observed"] = flags | levels
 
     def observe(layer: str, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
         if layer == "out":
-            found = to_levels(x).astype(jnp.float32)
+            found = to_levels(x, dtype).astype(jnp.float32)
         elif layer == "fc2":
-            found = to_levels(x * p["levels"][0] + p["levels"][1]).astype(jnp.float32)
+            factor, shift = (lax.expand_dims(p[name], (0, 1)) for name in LEVELS)
+            found = to_levels(x * factor + shift, dtype).astype(jnp.float32)
         else:
-            levels, scale = quantised(x)
-            found = levels.astype(jnp.float32) * scale[..., None]
+            found, scale = quantised(x, dtype)
+            found = found.astype(jnp.float32) * scale[..., None]
         return choose(p[layer], found, x), None
 
     changed = dataclasses.replace(encoder, blocks=blocks)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from pallas_patch_embed.base.dtypes import OUT_DTYPES
+from pallas_patch_embed.base.dtypes import EIGHT_BITS, LAYER_DTYPES, OUT_DTYPES
 from pallas_patch_embed.base.messages import quoted
 from pallas_patch_embed.encoders import big_vision, eight_bits, hugging_face, open_clip, timm
 from pallas_patch_embed.encoders.arrays import (
@@ -53,9 +53,6 @@ TITLES = {
 # The names of patch embeddings.
 PATCHES = {names.patch for names in (*hugging_face.NAMES.values(), timm.NAMES, open_clip.NAMES)}
 
-# The dtypes of the layers after the patch embedding.
-LAYER_DTYPES = (*OUT_DTYPES, "int8")
-
 # A config as the user may give it.
 type GivenConfig = Config | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -84,9 +81,9 @@ def load_encoder(
         such as model.fp16.safetensors), or with open_clip_config.json and open_clip_model
         .safetensors; a single .safetensors file; a big_vision .npz file; or the name of a model on
         the Hugging Face hub, which huggingface_hub downloads.
-      dtype: dtype of all layers after the patch embedding: "bfloat16", "float32" or "int8". With
-        "int8" the dense layers of the blocks compute in 8 bits and all others in bfloat16, which is
-        also the dtype of results (docs/eight_bits.md).
+      dtype: dtype of all layers after the patch embedding: "bfloat16", "float32", "int8" or
+        "float8_e4m3fn". With the last two the dense layers of the blocks compute in 8 bits and all
+        others in bfloat16, which is also the dtype of results (docs/eight_bits.md).
       patch_dtype: dtype of the patch embedding: "float32", "bfloat16", "float8_e4m3fn" or "int8".
       image_size: size of the images in pixels, the side of a square or (height, width). The
         positions are resized to the grid of such images. None for the checkpoint's own size. NaFlex
@@ -106,10 +103,10 @@ def load_encoder(
         `std` of timm's and open_clip's configs or the `image_mean` and `image_std` of a
         preprocessor_config.json or processor_config.json beside the weights, and without one those
         of the family's published checkpoints.
-      calibration: for dtype "int8": from `calibrate`, or the path of its file. None for
+      calibration: for 8 bits: from `calibrate` for this dtype, or the path of its file. None for
         calibration.safetensors in the checkpoint's folder; without it the encoder is calibrated on
         the photographs of this package, with a warning.
-      min_cosine: for dtype "int8": layers stay in bfloat16, those that hurt most first, until the
+      min_cosine: for 8 bits: layers stay in bfloat16, those that hurt most first, until the
         mean cosine of the calibration's pictures to float32 is expected to be this, such as 0.9995.
         None for all layers in 8 bits. The encoder's repr says which layers stay.
 
@@ -124,19 +121,9 @@ def load_encoder(
         supported vision tower, or its weights contradict its config. The message names the file and
         the fault.
     """
-    dtype = check_dtype(dtype, "dtype", LAYER_DTYPES)
-    if dtype != "int8" and (calibration is not None or min_cosine is not None):
-        raise ValueError(
-            f"load_encoder: dtype is {dtype!r}, but calibration and min_cosine are for 'int8'. "
-            "Leave them out, or pass dtype='int8'."
-        )
-    if calibration is not None and not isinstance(calibration, Calibration):
-        calibration = Calibration.load(calibration)
     load = _Load(
         patch_dtype=check_dtype(patch_dtype, "patch_dtype"),
-        dtype=dtype,
-        calibration=calibration,
-        min_cosine=min_cosine,
+        **_check_layers_dtype(dtype, calibration, min_cosine),
         config=config,
         interpolation=None if interpolation is None else check_interpolation(interpolation),
         layers=None if layers is None else _check_layers(layers),
@@ -188,7 +175,14 @@ def load_siglip(
 
 
 def load_encoder_for_side(
-    path: Path, side: int | None, patch_dtype: str, layers: int | None = None
+    path: Path,
+    side: int | None,
+    patch_dtype: str,
+    layers: int | None = None,
+    *,
+    dtype: str = "bfloat16",
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+    min_cosine: float | None = None,
 ) -> Encoder:
     """Loads an encoder for square images, or a NaFlex encoder.
 
@@ -196,13 +190,17 @@ def load_encoder_for_side(
       path: as for `load_encoder`.
       side: side of the images in pixels; None for the checkpoint's own size. It is ignored for
         NaFlex encoders, which accept images of any size.
-      patch_dtype, layers: as for `load_encoder`.
+      patch_dtype, layers, dtype, calibration, min_cosine: as for `load_encoder`.
 
     Raises:
       OSError, ValueError: as for `load_encoder`.
     """
     size = None if side is None else _check_image_size(side)
-    load = _Load(patch_dtype=patch_dtype, layers=layers)
+    load = _Load(
+        patch_dtype=patch_dtype,
+        layers=layers,
+        **_check_layers_dtype(dtype, calibration, min_cosine),
+    )
     return load.run(path, lambda config: None if config.naflex else size)
 
 
@@ -249,7 +247,7 @@ class _Load:
             weights, config, of_library = self._read(path)
             interpolation = self.interpolation or of_library
             size = size_for(config)
-            if self.dtype != "int8":
+            if self.dtype not in EIGHT_BITS:
                 return _assemble(weights, config, size, self.patch_dtype, self.dtype, interpolation)
             return self._in_eight_bits(path, weights, config, size, interpolation)
         except ValueError as error:
@@ -263,16 +261,16 @@ class _Load:
         size: tuple[int, int] | None,
         interpolation: Interpolation,
     ) -> Encoder:
-        calibration, beside = self.calibration, folder_of(path) / FILE
+        calibration, beside = self.calibration, calibration_beside(path)
         if calibration is None and beside.is_file():
             calibration = Calibration.load(beside)
         if calibration is None:
             exact = _assemble(weights, config, size, self.patch_dtype, "float32", interpolation)
-            calibration = calibrate(exact)
+            calibration = calibrate(exact, dtype=self.dtype)
         blocks = weights["blocks"]
-        calibration = calibration.of_first(blocks, config)
+        calibration = calibration.of_first(blocks, config, self.dtype)
         kept = calibration.kept(self.min_cosine, blocks)
-        prepared = eight_bits.prepare(blocks, calibration.statistics, config)
+        prepared = eight_bits.prepare(blocks, calibration.statistics, config, self.dtype)
         others = _assemble(
             weights | {"blocks": {}}, config, size, self.patch_dtype, "bfloat16", interpolation
         )
@@ -432,6 +430,25 @@ def cast(weights: Any, dtype: str) -> Any:
         return jax.device_put(weights)
     dtype = "float32" if "scale" in weights else dtype
     return {name: cast(part, dtype) for name, part in weights.items()}
+
+
+def calibration_beside(path: Path) -> Path:
+    """Returns the path at which `load_encoder` looks for the calibration of a checkpoint."""
+    return folder_of(path) / FILE
+
+
+def _check_layers_dtype(dtype: Any, calibration: Any, min_cosine: Any) -> dict[str, Any]:
+    """Returns the fields of `_Load` for the dtype of the layers; reads the calibration."""
+    dtype = check_dtype(dtype, "dtype", LAYER_DTYPES)
+    if dtype not in EIGHT_BITS and (calibration is not None or min_cosine is not None):
+        names = " or ".join(map(repr, EIGHT_BITS))
+        raise ValueError(
+            f"load_encoder: dtype is {dtype!r}, but calibration and min_cosine are for {names}. "
+            f"Leave them out, or choose such a dtype."
+        )
+    if calibration is not None and not isinstance(calibration, Calibration):
+        calibration = Calibration.load(calibration)
+    return dict(dtype=dtype, calibration=calibration, min_cosine=min_cosine)
 
 
 def _check_image_size(image_size: Any) -> tuple[int, int]:

@@ -83,8 +83,9 @@ class Encoder:
         leading axis of `config.depth`. Norms are {"scale", "bias"} in float32. The other layers are
         {"kernel" [in, out], "bias" [out]} in `dtype`. The fc1 of a gated MLP has the gate's
         columns first. An encoder in 8 bits has a tuple of such dicts, for runs of blocks with the
-        same layers in 8 bits, which are {"weight" [out, in] int8, "scale" [out], "bias" [out]}
-        with another leading axis for the parts of qkv and of a gated fc1, and for fc2 "levels" [2].
+        same layers in 8 bits, which are {"weight" [out, in], "scale" [out], "bias" [out]}
+        with another leading axis for the parts of qkv and of a gated fc1, and for fc2 "factor" [in]
+        and "shift" [1], of the levels that it gets.
       norm: the last layer norm, or None.
       head: the attention pooling head: "query" [D], which is the projected probe, "kv", "out",
         "norm", "fc1" and "fc2"; the dense layer of `config.pooling` "dense"; or None.
@@ -249,13 +250,14 @@ def described_layers(blocks: Any) -> str:
     """Says which layers of the blocks are in 8 bits; an empty string if none is."""
     if not isinstance(blocks, tuple):
         return ""
-    others, block = [], 0
+    dtypes, others, block = set(), [], 0
     for run in blocks:
+        dtypes |= {dtype_in_8_bits(run[layer]) for layer in LAYERS} - {""}
         for i in range(block, block := block + len(run["norm1"]["scale"])):
             others += [f"{layer} of block {i}" for layer in LAYERS if "kernel" in run[layer]]
-    if not others:
-        return "blocks in int8, "
-    return f"blocks in int8 except {', '.join(others)}, "
+    if not dtypes:
+        return "no layer in 8 bits, "
+    return f"blocks in {dtypes.pop()}{' except ' if others else ''}{', '.join(others)}, "
 
 
 # The children of the pytree. The last two are left out if both are None, so that an encoder without
@@ -475,8 +477,7 @@ def observed_transform(
 
         def norm(name: str, next_layer: str, x: jax.Array) -> Any:
             """Computes a norm for the layer that follows, in 8 bits if that layer is."""
-            levels = "weight" in p[next_layer]
-            y = _norm(x, norms[name], config, layer=row, levels=levels)
+            y = _norm(x, norms[name], config, layer=row, levels=dtype_in_8_bits(p[next_layer]))
             return observed(next_layer, y)
 
         y = norm("norm1", "qkv", x)
@@ -484,8 +485,8 @@ def observed_transform(
         if rotation is not None:
             q, k = (_rotated(part, rotation, config) for part in (q, k))
         attended = observed("out", _attention(q, k, v, config, padding))
-        if "weight" in p["out"]:  # The scale of v makes levels of the attention's result.
-            attended = to_levels(attended.astype(jnp.float32))
+        if dtype := dtype_in_8_bits(p["out"]):  # The scale of v makes levels of the result.
+            attended = to_levels(attended.astype(jnp.float32), dtype)
         x = _dense(attended, p["out"], residual=x)
         hidden = observed("fc2", _hidden(norm("norm2", "fc1", x), p, config))
         x = _dense(hidden, p["fc2"], residual=x)
@@ -643,10 +644,17 @@ def _norm(
     p: dict[str, jax.Array],
     config: Config | TextConfig,
     layer: jax.Array | None = None,
-    levels: bool = False,
+    levels: str = "",
 ) -> Any:
-    function = layer_norm_levels if levels else layer_norm
-    return function(x, p["scale"], p["bias"], eps=config.eps, layer=layer)
+    arguments = (x, p["scale"], p["bias"])
+    if levels:
+        return layer_norm_levels(*arguments, eps=config.eps, dtype=levels, layer=layer)
+    return layer_norm(*arguments, eps=config.eps, layer=layer)
+
+
+def dtype_in_8_bits(p: dict[str, Any]) -> str:
+    """Returns the dtype of a dense layer that is in 8 bits; empty for others."""
+    return p["weight"].dtype.name if "weight" in p else ""
 
 
 def _dense(
@@ -655,7 +663,7 @@ def _dense(
     activation: str = "",
     *,
     residual: jax.Array | None = None,
-    levels: jax.Array | None = None,
+    levels: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes a dense layer in 8 bits or in the encoder's dtype, as its parameters say.
 
@@ -668,8 +676,16 @@ def _dense(
     """
     if "weight" in p:
         x, row_scale = x if isinstance(x, tuple) else (x, None)
-        epilogue = dict(row_scale=row_scale, residual=residual, levels=levels)
-        return dense(x, p["weight"], p["scale"], p["bias"], activation=activation, **epilogue)
+        return dense(
+            x,
+            p["weight"],
+            p["scale"],
+            p["bias"],
+            activation=activation,
+            row_scale=row_scale,
+            residual=residual,
+            levels=levels,
+        )
     assert not isinstance(x, tuple) and levels is None
     y = jnp.matmul(x, p["kernel"])
     if "bias" in p:
@@ -693,7 +709,7 @@ def _parts(p: dict[str, Any], number: int) -> list[dict[str, Any]]:
 def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig) -> Any:
     """Computes what an MLP's fc2 gets, from the result of the norm."""
     fc1, fc2 = p["fc1"], p["fc2"]
-    levels = fc2.get("levels")
+    levels = (fc2["factor"], fc2["shift"]) if "factor" in fc2 else None
     if config.gated:
         gate, up = (_dense(x, part) for part in _parts(fc1, 2))
         hidden = ACTIVATIONS[config.activation].of_array(gate) * up
@@ -701,10 +717,14 @@ def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig) -> Any:
         hidden = _dense(x, fc1, config.activation, levels=levels)
     else:
         hidden = _dense(x, fc1, config.activation)
-    if "weight" not in fc2 or hidden.dtype == jnp.int8:
+    dtype = dtype_in_8_bits(fc2)
+    if not dtype or hidden.dtype == dtype:
         return hidden
     hidden = hidden.astype(jnp.float32)
-    return quantised(hidden) if levels is None else to_levels(hidden * levels[0] + levels[1])
+    if levels is None:
+        return quantised(hidden, dtype)
+    factor, shift = (_row(x, hidden) for x in levels)
+    return to_levels(hidden * factor + shift, dtype)
 
 
 def _attention(

@@ -18,7 +18,7 @@ from jax.interpreters.xla import apply_primitive
 from pallas_patch_embed.backends import choose, xla
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.chips import Target
-from pallas_patch_embed.base.problem import Epilogue, Problem
+from pallas_patch_embed.base.problem import LEVELS, Epilogue, Problem
 
 dense_p = Primitive("dense")
 dense_p.def_impl(functools.partial(apply_primitive, dense_p))
@@ -33,7 +33,7 @@ def dense(
     activation: str = "",
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
-    levels: jax.Array | None = None,
+    levels: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes a dense layer.
 
@@ -47,14 +47,20 @@ def dense(
       activation: one of `ACTIVATIONS`; empty for none.
       row_scale: [..., S] float32.
       residual: [..., S, N] bfloat16.
-      levels: [2] float32, factor and shift: the result is int8, y * factor + shift rounded to
-        nearest and clipped to [-127, 127].
+      levels: factor [N] and shift [1] float32, only for x in 8 bits: the result has the dtype of x,
+        y * factor + shift rounded to nearest and clipped to [-127, 127], for float8 [-448, 448].
 
     Returns:
-      [..., S, N] bfloat16, or int8 with `levels`.
+      [..., S, N] bfloat16, or of the dtype of x with `levels`.
     """
-    given = dict(row_scale=row_scale, residual=residual, levels=levels)
-    epilogue = Epilogue(activation, **{name: value is not None for name, value in given.items()})
+    factor, shift = (None, None) if levels is None else levels
+    given = dict(row_scale=row_scale, residual=residual, factor=factor, shift=shift)
+    epilogue = Epilogue(
+        activation,
+        row_scale=row_scale is not None,
+        residual=residual is not None,
+        levels=levels is not None,
+    )
     others = (given[name] for name in epilogue.operands)
     return dense_p.bind(x, weight, scale, bias, *others, epilogue=epilogue)
 
@@ -69,18 +75,18 @@ def problem_of(x: Any, weight: Any, epilogue: Epilogue) -> Problem:
         table=(N,),
         dtype=jnp.dtype(weight.dtype).name,
         table_dtype="float32",
-        out_dtype=_out_dtype(epilogue),
+        out_dtype=_out_dtype(x, epilogue),
         epilogue=epilogue,
     )
 
 
-def _out_dtype(epilogue: Epilogue) -> str:
-    return "int8" if epilogue.levels else "bfloat16"
+def _out_dtype(x: Any, epilogue: Epilogue) -> str:
+    return jnp.dtype(x.dtype).name if epilogue.levels else "bfloat16"
 
 
 def formula(*operands: jax.Array, epilogue: Epilogue) -> jax.Array:
     """Computes `dense` by XLA; the operands are those of the primitive."""
-    return xla.run(*operands, out_dtype=_out_dtype(epilogue), epilogue=epilogue)
+    return xla.run(*operands, out_dtype=_out_dtype(operands[0], epilogue), epilogue=epilogue)
 
 
 @dense_p.def_abstract_eval
@@ -99,7 +105,7 @@ ad.primitive_jvps[dense_p] = _differentiate
 
 def _batch(operands, axes, *, epilogue):
     """Makes the mapped axis a leading axis of x, if only operands with rows are mapped."""
-    of_rows = [True, False, False, False, *(name != "levels" for name in epilogue.operands)]
+    of_rows = [True, False, False, False, *(name not in LEVELS for name in epilogue.operands)]
     shared = (axis is None for axis, has_rows in zip(axes, of_rows) if not has_rows)
     if not all(shared):
         return jax.vmap(functools.partial(formula, epilogue=epilogue), axes)(*operands), 0

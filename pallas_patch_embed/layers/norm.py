@@ -23,7 +23,8 @@ from jax.interpreters.xla import apply_primitive
 
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.chips import Target
-from pallas_patch_embed.base.levels import LARGEST, to_levels
+from pallas_patch_embed.base.dtypes import TABLE
+from pallas_patch_embed.base.levels import to_levels
 
 # Rows of a thread block: one for each of its four warps.
 ROWS = 4
@@ -54,40 +55,55 @@ def layer_norm(
       layer: int32 in [0, layers), the row of scale and bias. The kernel reads the row itself.
         Otherwise XLA would copy two rows in front of each call (base/lowering.py).
     """
-    (y,) = _bind(x, scale, bias, layer, eps=eps, levels=False)
+    (y,) = _bind(x, scale, bias, layer, eps=eps)
     return y
 
 
 def layer_norm_levels(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float, layer: jax.Array | None = None
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    *,
+    eps: float,
+    dtype: str,
+    layer: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Normalizes the last axis as `layer_norm` does, and quantises each row.
 
-    The arguments are those of `layer_norm`.
+    Args:
+      x, scale, bias, eps, layer: as for `layer_norm`.
+      dtype: dtype of the levels, one of `EIGHT_BITS`.
 
     Returns:
-      The levels [..., D] int8, whose largest magnitude in a row is 127, and the scale of each row
-      [...] float32: its largest magnitude / 127. A level times the scale is the normalized number.
+      The levels [..., D], whose largest magnitude in a row is that of the dtype, 127 or 448, and
+      the scale of each row [...] float32: its largest magnitude / that of the dtype. A level times
+      the scale is the normalized number.
     """
-    levels, row_scale = _bind(x, scale, bias, layer, eps=eps, levels=True)
+    levels, row_scale = _bind(x, scale, bias, layer, eps=eps, levels=dtype)
     return levels, row_scale
 
 
 def _bind(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, layer: jax.Array | None, **static: Any
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    layer: jax.Array | None,
+    *,
+    eps: float,
+    levels: str = "",
 ) -> list[jax.Array]:
     if layer is None:
         scale, bias, layer = scale[None], bias[None], jnp.int32(0)
-    return layer_norm_p.bind(x, scale, bias, layer, **static)
+    return layer_norm_p.bind(x, scale, bias, layer, eps=eps, levels=levels)
 
 
-def quantised(y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the levels of the rows of float32, and the rows' scales."""
+def quantised(y: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Returns the levels of the rows of float32, of this dtype, and the rows' scales."""
     # A row of zeros has the smallest scale.
     most = jnp.maximum(jnp.max(jnp.abs(y), axis=-1), 2.0**-100)
-    factor = LARGEST / most
-    levels = to_levels(y * lax.broadcast_in_dim(factor, y.shape, range(y.ndim - 1)))
-    return levels, most * (1 / LARGEST)
+    factor = TABLE[dtype].largest / most
+    levels = to_levels(y * lax.broadcast_in_dim(factor, y.shape, range(y.ndim - 1)), dtype)
+    return levels, most * (1 / TABLE[dtype].largest)
 
 
 def formula(
@@ -97,9 +113,12 @@ def formula(
     layer: jax.Array,
     *,
     eps: float,
-    levels: bool = False,
+    levels: str = "",
 ) -> tuple[jax.Array, ...]:
-    """Computes the results of the primitive without a kernel, with scale and bias [layers, D]."""
+    """Computes the results of the primitive without a kernel, with scale and bias [layers, D].
+
+    `levels` is the dtype of `layer_norm_levels`; empty for `layer_norm`.
+    """
     scale, bias = (lax.dynamic_index_in_dim(v, layer, keepdims=False) for v in (scale, bias))
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
@@ -107,7 +126,7 @@ def formula(
     # Users may forbid implicit rank promotion.
     scale, bias = (jnp.expand_dims(v, range(y.ndim - 1)) for v in (scale, bias))
     y = y * scale + bias
-    return quantised(y) if levels else (y.astype(x.dtype),)
+    return quantised(y, levels) if levels else (y.astype(x.dtype),)
 
 
 def kernel(
@@ -117,7 +136,7 @@ def kernel(
     layer: jax.Array,
     *,
     eps: float,
-    levels: bool = False,
+    levels: str = "",
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Computes `formula` for at least `ROWS` rows of bfloat16, with a warp for each row."""
@@ -146,12 +165,12 @@ def kernel(
         if row_scale_ref is None:
             y_ref[rows, :] = y.astype(y_ref.dtype)
         else:
-            y, row_scale = quantised(y)
+            y, row_scale = quantised(y, levels)
             store(y_ref.at[rows, :], y)
             store(row_scale_ref.at[rows], row_scale)
 
     normalize.__name__ = "layer_norm"
-    y_dtype = jnp.int8 if levels else x.dtype
+    y_dtype = levels or x.dtype
     results = jax.ShapeDtypeStruct((M, D), y_dtype), jax.ShapeDtypeStruct((M,), jnp.float32)
     call = plgpu.kernel(
         normalize,

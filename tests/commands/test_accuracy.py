@@ -6,6 +6,7 @@ from PIL import Image
 
 from pallas_patch_embed.commands import accuracy
 from pallas_patch_embed.commands.accuracy import Accuracy
+from pallas_patch_embed.encoders.calibration import Calibration
 from tests.encoder.goldens import DATA
 from tests.encoder.test_eight_bits import calibrated
 
@@ -34,9 +35,10 @@ def test_the_command_prints_a_table_and_writes_a_picture(tmp_path, command_line,
         Image.fromarray(pixels).save(folder / f"{i}.png")
     (folder / "damaged.png").write_bytes(b"no picture")
     out = tmp_path / "found.png"
+    saved = tmp_path / "saved.safetensors"
     calibrated("clip").save(tmp_path / "calibration.safetensors")
     given = ["--calibration", tmp_path / "calibration.safetensors"]
-    for arguments, pictures in (([], 4), (given, 8)):
+    for arguments, pictures in ((["--save-calibration", saved], 4), (given, 8)):
         command = ("accuracy", "--checkpoint", CHECKPOINT, "--out", out, *arguments, folder)
         said = command_line_output(command, capsys)
         assert f"{pictures} pictures, compared with float32" in said.out
@@ -49,6 +51,17 @@ def test_the_command_prints_a_table_and_writes_a_picture(tmp_path, command_line,
             assert 0.999 < least <= first <= mean <= 1
         with Image.open(out) as picture:
             assert min(picture.size) > 500
+    assert repr(Calibration.load(saved)) == (
+        "Calibration(4 pictures, every second picture of this command)"
+    )
+    for arguments, text in (
+        (["--save-calibration", folder / "0.png"], "exists, but this command did not write it"),
+        (["--save-calibration", saved, *given], "nothing is calibrated. Leave one of them out"),
+    ):
+        code, why = command_line(
+            *("accuracy", "--checkpoint", CHECKPOINT, "--out", out, *arguments, folder)
+        )
+        assert code == 2 and text in why
     few = ("accuracy", "--checkpoint", CHECKPOINT, "--out", out, *given, folder / "0.png")
     code, why = command_line(*few)
     assert code == 2 and "1 pictures are compared, expected at least 3" in why

@@ -318,6 +318,10 @@ def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
         "tower": "vision",
         "text_column": None,
         "packed": False,
+        "dtype": "bfloat16",
+        "calibration_sha256": None,
+        "min_cosine": None,
+        "scales_sha256": None,
     }
 
 

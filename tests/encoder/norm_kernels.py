@@ -3,7 +3,7 @@
   python tests/encoder/norm_kernels.py WIDTH ...
 
 Prints a JSON object: "kernels" has [registers, bytes of spills and stack] for each width, "levels"
-the same for int8 results, and "programs" has [calls of the kernel, of that for attention,
+the same for results in 8 bits, and "programs" has [calls of the kernel, of that for attention,
 collectives] for whole encoders on one and two devices. It is a separate program because the
 compilers read their settings when JAX is imported.
 """
@@ -21,7 +21,7 @@ ATTENTION = re.compile(r'custom_call_target="mosaic_gpu_v2".*op_name="[^"]*atten
 COLLECTIVE = re.compile(r" (?:all-gather|all-reduce|all-to-all|collective-permute)[a-z-]*\(")
 
 
-def kernels(widths: list[int], folder, *, levels: bool) -> dict[int, tuple[int, int]]:
+def kernels(widths: list[int], folder, *, levels: str = "") -> dict[int, tuple[int, int]]:
     """Compiles the kernel for arrays of these widths."""
     import jax
 
@@ -84,9 +84,11 @@ def programs() -> dict[str, list[int]]:
 
 def main(widths: list[int]) -> None:
     with offline_compile.compiler() as folder:
+        from pallas_patch_embed.base.dtypes import EIGHT_BITS
+
         found = {
-            "kernels": kernels(widths, folder, levels=False),
-            "levels": kernels(widths, folder, levels=True),
+            "kernels": kernels(widths, folder),
+            "levels": [kernels(widths, folder, levels=dtype) for dtype in EIGHT_BITS],
             "programs": programs(),
         }
         print(json.dumps(found))

@@ -1,6 +1,9 @@
 """Dense layers: XLA's program is exact, and the kernel computes it on a Hopper GPU."""
 
 import functools
+import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 from pallas_patch_embed.backends import BACKENDS, ranked
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.activations import ACTIVATIONS
-from pallas_patch_embed.base.chips import B200, H200, Target
+from pallas_patch_embed.base.chips import A100, B200, H200, Target
 from pallas_patch_embed.base.problem import Epilogue
 from pallas_patch_embed.layers.dense import dense, problem_of
 from tests.encoder.test_activations import exact
+from tests.repository import environment
 
 B, S, K, N = 2, 37, 256, 128
 
@@ -36,7 +40,10 @@ def draw(dtype="int8", seed=0):
     others = dict(
         row_scale=jnp.asarray(rng.uniform(0.5, 2, (B, S)), jnp.float32),
         residual=jnp.asarray(rng.normal(size=(B, S, N)), jnp.bfloat16),
-        levels=jnp.asarray([20, -3], jnp.float32),
+        levels=(
+            jnp.asarray(rng.uniform(10, 30, N), jnp.float32),
+            jnp.asarray([-3], jnp.float32),
+        ),
     )
     return arrays, others
 
@@ -53,7 +60,7 @@ def in_float64(x, weight, scale, bias, *, activation="", row_scale=None, residua
     return y if residual is None else y + np.asarray(residual, np.float64)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
 @pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
 def test_a_layer_is_near_float64(dtype, activation):
     arrays, others = draw(dtype)
@@ -61,9 +68,9 @@ def test_a_layer_is_near_float64(dtype, activation):
     y = dense(**arrays, activation=activation, **named)
     assert y.dtype == jnp.bfloat16
     wanted = in_float64(**arrays, activation=activation, **named)
-    # bfloat16 sums of K products have an error of K units of float32 of their magnitudes, about
+    # Sums of K products of floats have an error of K units of float32 of their magnitudes, about
     # 10; int8 sums are exact. An activation's slope is at most 1.2.
-    error = 1.2 * (K if dtype == "bfloat16" else 8) * 2.0**-24 * 10
+    error = 1.2 * (8 if dtype == "int8" else K) * 2.0**-24 * 10
     np.testing.assert_array_less(
         np.abs(np.asarray(y, np.float64) - wanted), 2.0**-8 * np.abs(wanted) + error + 1e-5
     )
@@ -72,23 +79,48 @@ def test_a_layer_is_near_float64(dtype, activation):
 def test_an_int8_result_is_the_nearest_level():
     arrays, others = draw()
     y = dense(**arrays, activation="gelu", levels=others["levels"])
-    wanted = in_float64(**arrays, activation="gelu") * 20 - 3
+    factor, shift = map(np.float64, others["levels"])
+    wanted = in_float64(**arrays, activation="gelu") * factor + shift
     found = np.asarray(y, np.float64)
     assert y.dtype == jnp.int8 and found.min() < -2 and found.max() == 127
     assert (np.abs(found - np.clip(wanted, -127, 127)) <= 0.5 + 1e-4).all()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_hopper_chooses_its_kernel_and_others_say_why_not(dtype):
+def test_a_float8_result_is_the_nearest_one():
+    arrays, _ = draw("float8_e4m3fn")
+    y = dense(**arrays, activation="gelu", levels=(jnp.full(N, 200.0), jnp.full(1, 0.25)))
+    wanted = in_float64(**arrays, activation="gelu") * 200 + 0.25
+    assert y.dtype == jnp.float8_e4m3fn
+    found = np.asarray(y).astype(np.float64)
+    assert found.max() == 448 < wanted.max() and np.abs(found).min() < 2**-6
+    # Half the distance of two numbers, and the errors of the sum and of rounding twice on a CPU.
+    step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(np.abs(found), 2**-9))), -6) - 3)
+    assert (np.abs(found - np.clip(wanted, -448, 448)) <= 0.51 * step + 1e-3).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+def test_hopper_and_blackwell_choose_their_kernels_and_others_say_why_not(dtype):
     x, weight = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((100352, 768), (3072, 768)))
     problem = problem_of(x, weight, Epilogue("gelu", row_scale=True))
-    options, refusals = ranked(problem, Target("cuda", H200))
-    assert {option.backend for option in options} == {"mosaic_sm90", "xla"}
-    for name in ("cuda", "triton"):
-        assert "it computes no activation" in refusals[name]
-    options, refusals = ranked(problem, Target("cuda", B200))
+    for chip, kernel in ((H200, "mosaic_sm90"), (B200, "mosaic_sm100")):
+        options, refusals = ranked(problem, Target("cuda", chip))
+        assert [option.backend for option in options] == [kernel, "xla"]
+        for name in ("cuda", "triton"):
+            assert "it computes no activation" in refusals[name]
+    options, refusals = ranked(problem, Target("cuda", A100))
     assert [option.backend for option in options] == ["xla"]
     assert set(refusals) == set(BACKENDS) - {"xla"}
+
+
+@pytest.mark.slow("compiles 12 kernels")
+@pytest.mark.usefixtures("compilers")
+@pytest.mark.parametrize("chip", ["h200", "b200"])
+def test_no_kernel_of_an_encoders_layers_spills(chip):
+    command = [sys.executable, "-m", "tests.encoder.dense_kernels", chip]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 12 and [name for name in found if found[name]] == []
 
 
 def calls_of_the_kernel(monkeypatch, function, *arrays):

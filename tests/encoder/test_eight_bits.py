@@ -9,14 +9,22 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import pallas_patch_embed as ppe
+from benchmarks import checkpoints
 from pallas_patch_embed.encoders import calibration as calibrating
 from pallas_patch_embed.encoders.calibration import FILE, Calibration, cosine_distances, vectors
-from pallas_patch_embed.encoders.eight_bits import prepare, round_with_covariance
+from pallas_patch_embed.encoders.eight_bits import (
+    Statistics,
+    _above_most_units,
+    prepare,
+    round_with_covariance,
+)
 from pallas_patch_embed.encoders.encoder import LAYERS
+from pallas_patch_embed.patch_embedding.weight_rounding import round_to_nearest
 from tests.encoder.goldens import DATA, arrays, checkpoint, expected, images
+from tests.encoder.test_siglip2 import COLLECTIVE
 from tests.short_suite import keep
 
 FAMILIES = DATA / "families"
@@ -26,6 +34,9 @@ NAFLEX = "hf_siglip2_naflex_p16"
 # width is no multiple of 128, and LayerScale; an attention pooling head.
 NAMES = ["clip", "dinov3_gated", "dinov2_swiglu", "timm_siglip"]
 SOME = keep(NAMES, {"clip"}.__contains__, "each family compiles for seconds")
+
+# The largest magnitude of a level.
+LARGEST = {"int8": 127, "float8_e4m3fn": 448}
 
 # The largest relative error of float32, as a Frobenius norm.
 FLOAT32 = 1e-5
@@ -44,12 +55,12 @@ def load(name, **arguments):
 
 
 @functools.cache
-def calibrated(name):
-    return ppe.calibrate(load(name, dtype="float32"), pictures(name))
+def calibrated(name, dtype="int8"):
+    return ppe.calibrate(load(name, dtype="float32"), pictures(name), dtype=dtype)
 
 
-def load_in_8_bits(name, **arguments):
-    given = dict(dtype="int8", calibration=calibrated(name))
+def load_in_8_bits(name, dtype="int8", **arguments):
+    given = dict(dtype=dtype, calibration=calibrated(name, dtype))
     return ppe.load_encoder(FAMILIES / name, patch_dtype="int8", **(given | arguments))
 
 
@@ -80,41 +91,62 @@ def test_statistics_are_those_of_the_layers_inputs(name):
         assert np.abs(part[0] - exact).max() <= 1e-4 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("name", SOME)
-def test_before_rounding_the_prepared_blocks_compute_the_same(name):
+def test_before_rounding_the_prepared_blocks_compute_the_same(name, dtype):
     encoder, given = load(name, dtype="float32"), pictures(name)
-    prepared = prepare(blocks_of(encoder), calibrated(name).statistics, encoder.config)
+    statistics = calibrated(name).statistics
+    prepared = prepare(blocks_of(encoder), statistics, encoder.config, dtype)
     changed = dataclasses.replace(encoder, blocks=prepared.blocks)
     assert prepared.blocks["fc2"]["kernel"].shape[1] % 128 == 0
     assert error(encode(changed, given), encode(encoder, given)) <= FLOAT32
 
 
+@pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("name", SOME)
-def test_an_encoder_in_8_bits_is_as_exact_as_the_calibration_says(name):
-    encoder, given = load_in_8_bits(name), pictures(name)
+def test_an_encoder_in_8_bits_is_as_exact_as_the_calibration_says(name, dtype):
+    encoder, given = load_in_8_bits(name, dtype), pictures(name)
     (run,) = encoder.blocks
-    assert all(run[layer]["weight"].dtype == np.int8 for layer in LAYERS)
-    assert ", blocks in int8, " in repr(encoder)
+    assert all(run[layer]["weight"].dtype == dtype for layer in LAYERS)
+    assert f", blocks in {dtype}, " in repr(encoder)
     exact = encode(load(name, dtype="float32"), given)
     found = cosine_distances(encode(encoder, given), exact).mean()
-    said = calibrated(name)
+    said = calibrated(name, dtype)
     # The measurement rounds the same numbers, but adds float32 instead of bfloat16.
     assert 0.5 * said.losses.sum() <= found <= 2 * (said.losses.sum() + said.bfloat16)
 
 
-def test_the_weights_errors_cancel_for_the_inputs_of_the_calibration():
+@pytest.mark.parametrize("dtype, largest", LARGEST.items())
+def test_the_weights_errors_cancel_for_the_inputs_of_the_calibration(dtype, largest):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1000, 8)) @ rng.normal(size=(8, 64)) + 0.1 * rng.normal(size=(1000, 64))
-    weight = rng.uniform(-127, 127, (32, 64))
+    weight = rng.uniform(-largest, largest, (32, 64)).astype(np.float32)
     covariance = x.T @ x / len(x)
+    nearest = np.asarray(round_to_nearest(weight, dtype))
 
     def square(rounded):
-        error = rounded - weight
+        error = rounded.astype(np.float64) - weight
         return np.einsum("nk,kj,nj", error, covariance, error)
 
-    assert square(round_with_covariance(weight, covariance)) < 0.2 * square(np.round(weight))
-    alone = round_with_covariance(weight, np.eye(64))
-    np.testing.assert_array_equal(alone, np.round(weight))
+    rounded = round_with_covariance(weight, covariance, dtype)
+    assert rounded.dtype == dtype and square(rounded) < 0.2 * square(nearest)
+    alone = round_with_covariance(weight, np.eye(64), dtype)
+    np.testing.assert_array_equal(alone, nearest)
+
+
+def test_large_hidden_units_are_divided_as_far_as_their_weights_allow():
+    rng = np.random.default_rng(0)
+    hidden = np.abs(rng.normal(size=(3, 2000, 256))).astype(np.float32)
+    hidden[:2, :, 5] *= 10
+    kernel = rng.normal(size=(3, 256, 64)).astype(np.float32)
+    kernel[0, 5] /= 10
+    kernel[1, 5] *= 10
+    moment = np.einsum("btj,btk->bjk", hidden, hidden) / 2000
+    statistics = Statistics(hidden.min(1), hidden.max(1), hidden.mean(1), moment)
+    by = _above_most_units(statistics, kernel, 127)
+    # The weights of the unit are small in the first block, and decide the steps in the second.
+    assert by[0, 5] > 4 and by[1, 5] == 1 and (by[2] <= 1.5).all()
+    assert (by >= 1).all() and ((by > 1).sum(1) <= 3).all()
 
 
 def test_layers_that_hurt_stay_in_bfloat16_until_the_cosine_is_reached():
@@ -137,14 +169,17 @@ def test_layers_that_hurt_stay_in_bfloat16_until_the_cosine_is_reached():
         cosine_distances(encode(e, given), exact).mean() for e in (load_in_8_bits(name), encoder)
     ]
     assert distances[1] < distances[0]
+    assert "no layer in 8 bits, " in repr(load_in_8_bits(name, min_cosine=1 - said.bfloat16))
     with pytest.raises(ValueError, match=r"min_cosine is 0\.99999999, but bfloat16 has a mean"):
         load_in_8_bits(name, min_cosine=0.99999999)
 
 
-def test_a_saved_calibration_gives_the_same_encoder(tmp_path):
-    wanted = load_in_8_bits("clip")
-    calibrated("clip").save(tmp_path)
-    found = load_in_8_bits("clip", calibration=tmp_path / FILE)
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_a_saved_calibration_gives_the_same_encoder(tmp_path, dtype):
+    wanted = load_in_8_bits("clip", dtype)
+    calibrated("clip", dtype).save(tmp_path)
+    assert Calibration.load(tmp_path).dtype == dtype
+    found = load_in_8_bits("clip", dtype, calibration=tmp_path / FILE)
     assert repr(Calibration.load(tmp_path)) == "Calibration(8 pictures, given by the user)"
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -181,10 +216,14 @@ def test_faults_are_named(tmp_path):
         load_in_8_bits(
             "clip", calibration=dataclasses.replace(calibrated("clip"), weights=np.zeros(3))
         )
-    with pytest.raises(ValueError, match="are for 'int8'"):
+    with pytest.raises(ValueError, match="are for 'float8_e4m3fn' or 'int8'"):
         ppe.load_encoder(FAMILIES / "clip", calibration=calibrated("clip"))
-    with pytest.raises(ValueError, match="expected one of bfloat16, float32, int8"):
-        ppe.load_encoder(FAMILIES / "clip", dtype="float8_e4m3fn")
+    with pytest.raises(ValueError, match="expected one of bfloat16, float32, float8_e4m3fn, int8"):
+        ppe.load_encoder(FAMILIES / "clip", dtype="float8_e5m2")
+    with pytest.raises(ValueError, match="dtype is 'float8_e5m2', expected one of float8_e4m3fn"):
+        ppe.calibrate(load("clip", dtype="float32"), pictures("clip"), dtype="float8_e5m2")
+    with pytest.raises(ValueError, match=r"is for int8, not float8_e4m3fn\. Calibrate for"):
+        load_in_8_bits("clip", "float8_e4m3fn", calibration=calibrated("clip"))
     with pytest.raises(TypeError, match="expected an Encoder from load_encoder with"):
         ppe.calibrate(load_in_8_bits("clip"), pictures("clip"))
     with pytest.raises(ValueError, match="there are no images"):
@@ -214,46 +253,143 @@ def test_a_naflex_encoder_in_8_bits_leaves_out_the_padding():
         assert distances.mean() <= 2 * (said.losses.sum() + said.bfloat16)
 
 
+def mesh_of(kind):
+    return jax.make_mesh((2, 2), ("batch", "width"), axis_types=(kind,) * 2)
+
+
+def split_by_width(encoder, mesh, axis):
+    """Splits the weights of the blocks' dense layers along their outputs or their inputs."""
+    ends = {"kernel": ("inputs", "outputs"), "weight": ("outputs", "inputs")}
+
+    def sharding(path, leaf):
+        name = getattr(path[-1], "key", None)
+        if path[0].name != "blocks" or name not in ends:
+            return NamedSharding(mesh, P())
+        last = ("width" if end == axis else None for end in ends[name])
+        return NamedSharding(mesh, P(*[None] * (leaf.ndim - 2), *last))
+
+    return jax.device_put(encoder, jax.tree_util.tree_map_with_path(sharding, encoder))
+
+
+# The largest relative error of a program that XLA fuses differently, so that other intermediate
+# results are rounded to bfloat16. Products and their sums are exact.
+ROUNDING = 2**-7
+
+several = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+
+
+@several
 @pytest.mark.slow("compiles programs for several devices")
-def test_a_users_sharding_changes_nothing():
-    encoder, given = load("clip", dtype="float32"), pictures("clip")
-    mesh = jax.make_mesh((2, 2), ("batch", "width"), axis_types=(AxisType.Auto,) * 2)
-
-    def spec(path, leaf):
-        of_kernel = path[-1] == jax.tree_util.DictKey("kernel") and leaf.shape[-1] % 2 == 0
-        return P(*[None] * (leaf.ndim - 1), "width") if of_kernel else P()
-
-    shardings = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, spec(path, leaf)), encoder
-    )
-    split = jax.device_put(given, NamedSharding(mesh, P("batch")))
-    said = ppe.calibrate(jax.device_put(encoder, shardings), split)
+def test_a_users_sharding_changes_no_calibration():
+    encoder, mesh = load("clip", dtype="float32"), mesh_of(AxisType.Auto)
+    split = jax.device_put(pictures("clip"), NamedSharding(mesh, P("batch")))
+    said = ppe.calibrate(split_by_width(encoder, mesh, "outputs"), split)
     for a, b in zip(
         jax.tree.leaves(said.statistics), jax.tree.leaves(calibrated("clip").statistics)
     ):
         assert np.abs(a - b).max() <= FLOAT32 * np.abs(b).max()
-    eight = load_in_8_bits("clip")
-    found = encode(jax.device_put(eight, NamedSharding(mesh, P())), split)
-    assert error(found, encode(eight, given)) <= 2**-7
 
 
+# (family, dtype, kind of the mesh's axes, what is split besides the batch). As in bfloat16, a mesh
+# with explicit axes splits no outputs: jax refuses the scan over the blocks.
+SPLITS = keep(
+    [
+        *(("clip", "int8", AxisType.Auto, axis) for axis in ("nothing", "outputs", "inputs")),
+        *(("clip", "int8", AxisType.Explicit, axis) for axis in ("nothing", "inputs")),
+        *(("dinov2_swiglu", "int8", AxisType.Auto, axis) for axis in ("outputs", "inputs")),
+        *(("clip", "float8_e4m3fn", AxisType.Auto, axis) for axis in ("nothing", "outputs")),
+    ],
+    lambda case: case == ("clip", "int8", AxisType.Auto, "outputs"),
+    "compiles programs for several devices",
+)
+
+
+@several
+@pytest.mark.parametrize("name, dtype, kind, axis", SPLITS)
+def test_a_users_sharding_changes_only_the_rounding(name, dtype, kind, axis):
+    encoder, given, mesh = load_in_8_bits(name, dtype), pictures(name), mesh_of(kind)
+    wanted = encode(encoder, given)
+    split = jax.device_put(given, NamedSharding(mesh, P("batch")))
+    call = jax.jit(lambda encoder, images: vectors(encoder, encoder(images)))
+    arguments = split_by_width(encoder, mesh, axis), split
+    compiled = call.lower(*arguments).compile()
+    assert bool(COLLECTIVE.search(compiled.as_text())) == (axis != "nothing")
+    assert error(compiled(*arguments), wanted) <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    "dtype", keep(LARGEST, {"int8"}.__contains__, "compiles the same programs for float8")
+)
+def test_it_works_under_vmap_and_export(dtype):
+    encoder, given = load_in_8_bits("clip", dtype), pictures("clip")
+    wanted = encode(encoder, given)
+
+    def call(encoder, images):
+        return vectors(encoder, encoder(images))
+
+    of_one = jax.vmap(lambda image: call(encoder, image[None])[0])(given)
+    # A second encoder with other scales and weights.
+    other = jax.tree.map(lambda x: np.flip(x, -1) if x.ndim == 2 else x, encoder)
+    stacked = jax.tree.map(lambda *x: np.stack(x), encoder, other)
+    of_both = jax.vmap(call, (0, None))(stacked, given)
+    sizes = jax.export.symbolic_shape(", ".join(["n", *map(str, given.shape[1:])]))
+    exports = [
+        jax.export.export(jax.jit(call), platforms=("cpu", "cuda"))(encoder, images)
+        for images in (given, jax.ShapeDtypeStruct(sizes, np.uint8))
+    ]
+    found = [jax.export.deserialize(e.serialize()).call(encoder, given) for e in exports]
+    for y in (of_one, of_both[0], *found):
+        np.testing.assert_array_equal(np.asarray(y, np.float32), wanted)
+    np.testing.assert_array_equal(of_both[1], call(other, given))
+    assert error(of_both[1], wanted) > 0.1
+
+
+@several
+@pytest.mark.slow("calibrates a NaFlex encoder, and compiles a program for several devices")
+def test_a_naflex_batch_may_be_split():
+    path, given = checkpoint(NAFLEX), images(NAFLEX)[:2]
+    exact = ppe.siglip2.load_encoder(path, dtype="float32", patch_dtype="int8")
+    said = ppe.calibrate(exact, given)
+    encoder = ppe.load_encoder(path, dtype="int8", patch_dtype="int8", calibration=said)
+    L = expected(NAFLEX)["last_hidden_state"].shape[1]
+    patches, shapes, _ = ppe.siglip2.batch_naflex(given, encoder.config, L)
+    wanted = encoder(patches, spatial_shapes=shapes).pooler_output
+    mesh = mesh_of(AxisType.Auto)
+    split = jax.device_put((patches, shapes), NamedSharding(mesh, P("batch")))
+    found = split_by_width(encoder, mesh, "outputs")(split[0], spatial_shapes=split[1])
+    assert error(found.pooler_output, wanted) <= ROUNDING
+
+
+# SigLIPs with random weights, and the block in which massive activations are planted. The golden's
+# results of blocks are multiplied by 20, because they hardly change the residual.
 SIGLIP = "hf_siglip_p16_224"
+BLOCKS = {"the golden": 0, "four blocks": 2}
+FOUR_BLOCKS = dict(width=192, depth=4, heads=3, mlp=768)
+
+SIGLIPS = [
+    ("the golden", "int8"),
+    ("four blocks", "int8"),
+    ("the golden", "float8_e4m3fn"),
+    ("four blocks", "float8_e4m3fn"),
+]
 
 
-def changed_siglip(folder, change):
-    """Writes the golden's checkpoint with other arrays, which `change` makes in place.
-
-    The results of blocks are 20 times as large as in the golden, whose blocks hardly change the
-    residual.
-    """
-    folder.mkdir()
-    tensors = {name: array.copy() for name, array in arrays(SIGLIP).items()}
-    for name, array in tensors.items():
-        if name.startswith("encoder.") and name.endswith(("out_proj.weight", "fc2.weight")):
-            array *= 20
-    change(tensors)
+def siglip(name, folder, change=lambda tensors, tower: None):
+    """Writes a SigLIP with other arrays, which `change` makes in place; returns the folder."""
+    tower = "vision_model."
+    if name == "the golden":
+        tower, tensors = "", {key: array.copy() for key, array in arrays(SIGLIP).items()}
+        for key, array in tensors.items():
+            if key.startswith("encoder.") and key.endswith(("out_proj.weight", "fc2.weight")):
+                array *= 20
+        folder.mkdir()
+        shutil.copy(checkpoint(SIGLIP) / "config.json", folder)
+    else:
+        config = dataclasses.replace(checkpoints.ENCODERS["B/16 224"], **FOUR_BLOCKS)
+        checkpoints.write(config, folder)
+        tensors = load_file(folder / "model.safetensors")
+    change(tensors, tower)
     save_file(tensors, folder / "model.safetensors")
-    shutil.copy(checkpoint(SIGLIP) / "config.json", folder)
     return folder
 
 
@@ -263,26 +399,30 @@ def some_images():
     return np.concatenate([images(SIGLIP), coarse.repeat(8, 1).repeat(8, 2)])
 
 
-def compared(path):
+def compared(path, dtype):
     """Returns the calibration of a checkpoint, and its pooled vectors in float32 and in 8 bits."""
     exact = ppe.load_encoder(path, dtype="float32", patch_dtype="int8")
-    said = ppe.calibrate(exact, some_images())
-    encoder = ppe.load_encoder(path, dtype="int8", patch_dtype="int8", calibration=said)
+    said = ppe.calibrate(exact, some_images(), dtype=dtype)
+    encoder = ppe.load_encoder(path, dtype=dtype, patch_dtype="int8", calibration=said)
     return said, encode(exact, some_images()), encode(encoder, some_images())
 
 
 @pytest.mark.slow("calibrates two encoders")
-def test_planted_outliers_do_not_increase_the_error(tmp_path):
-    def plant(tensors):
-        for block in ("encoder.layers.0.", "encoder.layers.1."):
-            for name in ("layer_norm1", "layer_norm2"):
-                tensors[f"{block}{name}.weight"][[3, 7]] *= 30
-                tensors[f"{block}{name}.bias"][[3, 7]] *= 30
-            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1"):
-                tensors[f"{block}{name}.weight"][:, [3, 7]] /= 30
+@pytest.mark.parametrize("name, dtype", SIGLIPS)
+def test_planted_outliers_do_not_increase_the_error(tmp_path, name, dtype):
+    def plant(tensors, tower):
+        """Makes two channels of each norm 30 times as large, and divides the next weights."""
+        for key, array in tensors.items():
+            layer, end = key.rsplit(".", 1)
+            if not layer.startswith(f"{tower}encoder."):
+                continue
+            if layer.endswith(("layer_norm1", "layer_norm2")):
+                array[[3, 7]] *= 30
+            elif layer.endswith(("q_proj", "k_proj", "v_proj", "fc1")) and end == "weight":
+                array[:, [3, 7]] /= 30
 
-    usual, wanted, found = compared(changed_siglip(tmp_path / "usual", lambda _: None))
-    said, planted_wanted, planted = compared(changed_siglip(tmp_path / "planted", plant))
+    usual, wanted, found = compared(siglip(name, tmp_path / "usual"), dtype)
+    said, planted_wanted, planted = compared(siglip(name, tmp_path / "planted", plant), dtype)
     assert error(planted_wanted, wanted) <= FLOAT32
     assert error(planted, planted_wanted) <= 2 * error(found, wanted)
     # The rounding of bfloat16 hides most of these errors, but not in the calibration's distances,
@@ -291,41 +431,48 @@ def test_planted_outliers_do_not_increase_the_error(tmp_path):
 
 
 @pytest.mark.slow("calibrates two encoders")
-def test_massive_activations_increase_the_error_and_their_layer_is_named(tmp_path):
-    usual_path = changed_siglip(tmp_path / "usual", lambda _: None)
+@pytest.mark.parametrize("name, dtype", SIGLIPS)
+def test_massive_activations_increase_the_error_and_their_layer_is_named(tmp_path, name, dtype):
+    block, usual_path = BLOCKS[name], siglip(name, tmp_path / "usual")
     exact = ppe.load_encoder(usual_path, dtype="float32", patch_dtype="int8")
 
     def observe(layer, x, _):
         return x, x if layer == "fc1" else None
 
-    inputs = calibrating._observed(exact, (exact.checked(some_images()),), observe)[1]["fc1"][0]
+    inputs = calibrating._observed(exact, (exact.checked(some_images()),), observe)[1]["fc1"][block]
     direction = np.random.default_rng(0).normal(size=exact.config.width)
     along = np.sort((np.asarray(inputs) @ direction).ravel())
     threshold, largest = along[-20], along[-1]
 
-    def plant(tensors):
+    def plant(tensors, tower):
         """Two channels of the residual reach 300 for few tokens along one direction."""
-        layer, gain = "encoder.layers.0.mlp.", 20 / (largest - threshold)
+        layer, gain = f"{tower}encoder.layers.{block}.mlp.", 20 / (largest - threshold)
         tensors[f"{layer}fc1.weight"][5] = gain * direction
         tensors[f"{layer}fc1.bias"][5] = -gain * threshold
         tensors[f"{layer}fc2.weight"][:, 5] = 0
         tensors[f"{layer}fc2.weight"][[3, 7], 5] = 300 / 20
 
-    path = changed_siglip(tmp_path / "massive", plant)
-    usual, wanted, found = compared(usual_path)
-    said, massive_wanted, massive_found = compared(path)
+    path = siglip(name, tmp_path / "massive", plant)
+    _, wanted, found = compared(usual_path, dtype)
+    said, massive_wanted, massive_found = compared(path, dtype)
     massive = ppe.load_encoder(path, dtype="float32", patch_dtype="int8")
-    state = np.asarray(massive(some_images(), layers=1).hidden_states[0])
+    state = np.asarray(massive(some_images(), layers=block + 1).hidden_states[0])
     assert 270 <= np.abs(state).max() <= 400
-    assert said.losses[0, LAYERS.index("fc2")] == said.losses.max()
+    ratio = error(massive_found, massive_wanted) / error(found, wanted)
+    print(f"{name} in {dtype}: {ratio:.2f} times the error")
+    assert ratio <= (3.5 if name == "four blocks" else 3)  # docs/eight_bits.md says why.
+    if dtype == "float8_e4m3fn":  # Its steps grow with the numbers.
+        assert ratio <= 1.5
+        return
+    assert said.losses[block, LAYERS.index("fc2")] == said.losses.max()
+    # Of the other layers, those that hurt more for their size are kept, too.
+    rest = said.losses.sum() - said.losses.max()
     encoder = ppe.load_encoder(
         path,
-        dtype="int8",
+        dtype=dtype,
         patch_dtype="int8",
         calibration=said,
-        min_cosine=1 - usual.losses.sum() - usual.bfloat16,
+        min_cosine=1 - said.bfloat16 - rest,
     )
-    assert "blocks in int8 except fc2 of block 0" in repr(encoder)
-    in_8_bits = error(massive_found, massive_wanted)
-    assert in_8_bits <= 3 * error(found, wanted)
-    assert error(encode(encoder, some_images()), massive_wanted) <= in_8_bits / 2
+    assert f"blocks in int8 except fc2 of block {block}, " in repr(encoder)
+    assert error(encode(encoder, some_images()), massive_wanted) <= 1.5 * error(found, wanted)

@@ -150,6 +150,18 @@ CASES = {
         (9, 160, 128), 128, BF16, "shared", 64, 3
     ),
     "one block, N = 1152, K = 640": one((1, 100, 640), 1152, INT8, "none", 192, 4),
+    "two blocks, rows' scales and a residual": two(
+        (5, 73, 384), 128, INT8, "none", 128, 4, epilogue=("", True, True)
+    ),
+    "two blocks, int8 levels, 96 columns of a warpgroup": two(
+        (3, 97, 256), 192, INT8, "none", 192, 4, out=INT8, epilogue=("", True, False, True)
+    ),
+    "two blocks, float8 levels": two(
+        (3, 97, 256), 256, FP8, "none", 256, 4, out=FP8, epilogue=("", True, False, True)
+    ),
+    "one block, an activation": one(
+        (3, 73, 512), 128, BF16, "none", 64, 4, stream_weight=True, epilogue=("relu", False, True)
+    ),
     "Hopper, int8": hopper((5, 73, 384), 192, INT8, "shared", 192, 8),
     "Hopper, float8": hopper((9, 97, 256), 128, FP8, "shared", 128, 4),
     "Hopper, bfloat16": hopper(
@@ -162,6 +174,9 @@ CASES = {
     ),
     "Hopper, int8 levels": hopper(
         (3, 73, 256), 128, INT8, "none", 64, 4, out="int8", epilogue=("", True, False, True)
+    ),
+    "Hopper, float8 levels": hopper(
+        (3, 73, 256), 128, FP8, "none", 128, 4, out=FP8, epilogue=("", True, False, True)
     ),
     "Hopper, an activation": hopper(
         (3, 73, 512), 128, BF16, "none", 64, 4, stream_weight=True, epilogue=("relu", False, True)

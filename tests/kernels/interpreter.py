@@ -42,7 +42,8 @@ def draw_epilogue(seed, patches, N, epilogue):
         row_scale=jnp.asarray(np.exp2(rng.integers(-2, 3, M)), jnp.float32),
         residual=jnp.asarray(rng.integers(-200, 200, (M, N)) / 4, jnp.bfloat16),
         # Many results are in the middle of two integers, and many are clipped.
-        levels=jnp.asarray([2.0**-7, -3], jnp.float32),
+        factor=jnp.asarray(np.exp2(rng.integers(-8, -5, N)), jnp.float32),
+        shift=jnp.asarray([-3], jnp.float32),
     )
     return tuple(drawn[name] for name in Epilogue(*epilogue).operands)
 

@@ -55,6 +55,12 @@ CASES = {
     "one block, streamed weight, many tiles": one(
         (30, 64, 384), 64, INT8, "shared", 64, 4, stream_weight=True
     ),
+    "one block, an epilogue": one(
+        (3, 72, 256), 128, INT8, "none", 128, 3, epilogue=("relu", True, True)
+    ),
+    "two blocks, an epilogue": two(
+        (9, 72, 128), 128, BF16, "none", 128, 3, epilogue=("", True, True)
+    ),
     "two blocks": two((4, 64, 128), 64, INT8, "shared", 64, 4),
     "two blocks, a tail in the first": two((3, 72, 128), 64, FP8, "shared", 64, 4),
     "two blocks, a tail in the second": two((5, 72, 128), 64, INT8, "shared", 64, 2),
@@ -87,6 +93,7 @@ SHORT = (
     ("Hopper, streamed weight", "float32"),
     ("Hopper, an epilogue", "bfloat16"),
     ("one block, streamed weight", "bfloat16"),
+    ("one block, an epilogue", "bfloat16"),
     ("two blocks, many tiles a segment", "bfloat16"),
     ("two blocks, no table", "float32"),
 )

@@ -137,4 +137,5 @@ SM100 = MosaicBackend(
     heuristics.choose_sm100,
     heuristics.list_sm100,
     time_model.MOSAIC_SM100,
+    epilogues=True,
 )

@@ -31,6 +31,11 @@ def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
     return jnp.take(part, lax.rem(row + jnp.arange(rows), period), axis=0)
 
 
+def load_row_values(values, row, rows: int):
+    """Does the same as `layouts.load_row_values`, for this number of rows."""
+    return jnp.take(values[...], lax.rem(row + jnp.arange(rows), values.shape[0]))
+
+
 class RegisterTile(layouts.RegisterTile):
     """The interpreter's version of `layouts.RegisterTile`."""
 
@@ -53,7 +58,7 @@ class RegisterTile(layouts.RegisterTile):
         return load_rows(source, row, column, kind, period=period, skip=g * self.group)
 
     def load_row_values(self, values, row) -> jax.Array:
-        return jnp.take(values[...], lax.rem(row + jnp.arange(self.rows), values.shape[0]))
+        return load_row_values(values, row, self.rows)
 
     def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
         return jnp.split(accumulator, self.groups, axis=1)
@@ -81,3 +86,6 @@ class TensorTile(layouts.TensorTile):
     def load_rows(self, source, row, column, skip: int, period: int) -> jax.Array:
         kind = jax.ShapeDtypeStruct((128, self.columns), jnp.bfloat16)
         return load_rows(source, row, column, kind, period=period, skip=skip).astype(jnp.float32)
+
+    def load_row_values(self, values, row) -> jax.Array:
+        return load_row_values(values, row, 128)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,9 @@ from jax import lax
 from pallas_patch_embed.backends import schedule, tiles
 from pallas_patch_embed.backends.mosaic.layouts import Views
 from pallas_patch_embed.backends.tiles import Tiling
+from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.chips import Chip
+from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.problem import Epilogue, Problem
 
 # Alignment of Mosaic's arrays in shared memory, in bytes.
@@ -84,7 +86,8 @@ class Operands(NamedTuple):
       y: [M, N].
       row_scale: [M] float32, if the epilogue has it.
       residual: [M, N] bfloat16, if the epilogue has it.
-      levels: [2] float32, if the epilogue has them.
+      factor: [N] float32, if the epilogue has levels.
+      shift: [1] float32, if the epilogue has levels.
     """
 
     patches: Any
@@ -95,7 +98,8 @@ class Operands(NamedTuple):
     y: Any
     row_scale: Any = None
     residual: Any = None
-    levels: Any = None
+    factor: Any = None
+    shift: Any = None
 
     @classmethod
     def of(cls, epilogue: Epilogue, references: tuple[Any, ...]) -> "Operands":
@@ -268,6 +272,32 @@ class Worker:
     def slot(self, entry):
         """Returns the slot of an entry."""
         return lax.rem(entry, self.config.slots)
+
+    def result(self, sums, scales, terms, load: Mapping[str, Callable[[], jax.Array]]):
+        """Scales and adds in float32, and applies the epilogue.
+
+        Args:
+          sums: part of an accumulator, [rows, columns].
+          scales: scales of the columns, broadcast to sums.
+          terms: rows of the table, or offsets, of the shape of sums.
+          load: functions that load operands of the epilogue: "row_scale", [rows]; "residual", of
+            the shape of sums; and "factor", broadcast to sums.
+
+        Returns:
+          The result in float32; levels have the dtype of the result.
+        """
+        epilogue = self.problem.epilogue
+        y = sums.astype(jnp.float32) * scales
+        if epilogue.row_scale:
+            y = y * lax.broadcast_in_dim(load["row_scale"](), y.shape, (0,))
+        y = y + terms.astype(jnp.float32)
+        if epilogue.activation:
+            y = ACTIVATIONS[epilogue.activation].in_kernel(y)
+        if epilogue.residual:
+            y = y + load["residual"]().astype(jnp.float32)
+        if epilogue.levels:
+            y = to_levels(y * load["factor"]() + self.operands.shift[0], self.problem.out_dtype)
+        return y
 
     def acquire(self, entry):
         """Waits until the previous entry of the slot has been multiplied; returns the slot."""

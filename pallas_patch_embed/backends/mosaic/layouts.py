@@ -99,6 +99,30 @@ def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
     return loaded(source, row, column)
 
 
+def load_row_values(values, row, kind):
+    """Loads values row, row + 1, ... modulo M of an array [M] of float32 in global memory.
+
+    `kind` has the shape and the layout of the result.
+    """
+    M = values.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=kind)
+    def loaded(_, values, row):
+        word, element = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        layout, first = kind.layout.to_mgpu(), row.registers.item()
+        registers = []
+        for (index,) in layout.thread_idxs(kind.shape):
+            at = arith.addi(first, arith.index_castui(word, index))
+            at = arith.remui(at, _i32(M))
+            pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(values), [at], element)
+            registers.append(llvm.load(ir.VectorType.get((1,), element), pointer))
+        array = np.empty(layout.registers_shape(kind.shape), object)
+        array.flat = registers
+        return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
+
+    return loaded(values, row)
+
+
 def _addresses(array, row, column, layout, shape, *, period: int | None = None, skip: int = 0):
     """Yields the row and the address in global memory of each register of a thread.
 
@@ -108,11 +132,13 @@ def _addresses(array, row, column, layout, shape, *, period: int | None = None, 
     word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     kind = ir.MemRefType(array.type)
     base, stride = mgpu.utils.memref_ptr(array), kind.shape[1]
+    # LLVM has no types for float8, but addresses depend only on the size of an element.
+    element = ir.IntegerType.get_signless(mgpu.utils.bitwidth(kind.element_type))
 
     def address(at_row, at_column):
         first = arith.muli(arith.extui(long, at_row), mgpu.utils.c(stride, long))
         offset = arith.addi(first, arith.extui(long, at_column))
-        return mgpu.utils.getelementptr(base, [offset], kind.element_type)
+        return mgpu.utils.getelementptr(base, [offset], element)
 
     # Position of the thread's first element. All others are at constant distances from it.
     down, right = (arith.index_castui(word, i) for i in next(iter(layout.thread_idxs(shape))))
@@ -129,7 +155,7 @@ def _addresses(array, row, column, layout, shape, *, period: int | None = None, 
             if rows not in addresses:
                 addresses[rows] = address(arith.remui(at_row, _i32(period)), first_column)
             start, distance = addresses[rows], columns + skip
-        yield at_row, mgpu.utils.getelementptr(start, [distance], kind.element_type)
+        yield at_row, mgpu.utils.getelementptr(start, [distance], element)
 
 
 def _i32(value: int) -> ir.Value:
@@ -244,26 +270,9 @@ class RegisterTile:
 
         Rows beyond M have the values of the first rows.
         """
-        kind = plgpu.ShapeDtypeStruct(
-            (self.rows,), jnp.dtype(jnp.float32), layout=self.layout.reduce(1)
-        )
-        M = values.shape[0]
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=kind)
-        def loaded(_, values, row):
-            word, element = ir.IntegerType.get_signless(32), ir.F32Type.get()
-            layout, first = kind.layout.to_mgpu(), row.registers.item()
-            registers = []
-            for (index,) in layout.thread_idxs(kind.shape):
-                at = arith.addi(first, arith.index_castui(word, index))
-                at = arith.remui(at, _i32(M))
-                pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(values), [at], element)
-                registers.append(llvm.load(ir.VectorType.get((1,), element), pointer))
-            array = np.empty(layout.registers_shape(kind.shape), object)
-            array.flat = registers
-            return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
-
-        return loaded(values, row)
+        float32, layout = jnp.dtype(jnp.float32), self.layout.reduce(1)
+        kind = plgpu.ShapeDtypeStruct((self.rows,), float32, layout=layout)
+        return load_row_values(values, row, kind)
 
     def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
         """Splits an accumulator [rows, columns] into its groups, which have the same registers."""
@@ -391,6 +400,11 @@ class TensorTile:
         bfloat16 = jnp.dtype(jnp.bfloat16)
         kind = plgpu.ShapeDtypeStruct((128, self.columns), bfloat16, layout=self.layout)
         return load_rows(source, row, column, kind, period=period, skip=skip).astype(jnp.float32)
+
+    def load_row_values(self, values, row) -> jax.Array:
+        """Loads values of the 128 rows, beginning at `row`, as `RegisterTile.load_row_values`."""
+        float32, layout = jnp.dtype(jnp.float32), self.layout.reduce(1)
+        return load_row_values(values, row, plgpu.ShapeDtypeStruct((128,), float32, layout=layout))
 
     def broadcast(self, values: jax.Array) -> jax.Array:
         """Broadcasts values [columns] to every row."""

@@ -53,6 +53,10 @@ ACCUMULATORS = 2  # One is filled while the other one is stored.
 STORERS = 2
 WARPGROUPS = 1 + STORERS
 
+# Largest number of columns whose sums a storing thread has in registers at a time; with an
+# activation half of them, because ptxas spills with more.
+MOST_COLUMNS = 64
+
 # Registers of a thread in the first and in a storing warpgroup, set by setmaxnreg. At launch every
 # thread has 168: 40 + 2 * 232 = 3 * 168. If the total were larger, setmaxnreg would wait forever.
 REGISTER_SPLIT = (40, 232)
@@ -109,9 +113,11 @@ class BlackwellConfig:
         )
 
     def store_n(self, problem: Problem) -> int:
-        """Returns the columns of a TMA store: 128 bytes, or 64 if 128 do not divide the columns."""
+        """Returns the columns of a TMA store, of 128, 64 or 32 bytes."""
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
-        return next(n for b in (128, 64) if columns % (n := b // itemsize) == 0)
+        most = MOST_COLUMNS // 2 if problem.epilogue.activation else MOST_COLUMNS
+        widths = (size // itemsize for size in (128, 64, 32))
+        return next(n for n in widths if n <= most and columns % n == 0)
 
     def tensor_memory_columns(self) -> int:
         """Returns the number of columns of tensor memory to allocate, a power of two."""
@@ -135,6 +141,10 @@ class BlackwellConfig:
         """
         columns = self.tile_n // STORERS
         terms = columns if problem.has_table else columns // 4
+        if problem.epilogue.residual:
+            terms += self.store_n(problem)
+        if problem.epilogue.levels:
+            terms += self.store_n(problem) // 4
         return self.store_n(problem) + columns // 4 + terms + OTHER_REGISTERS
 
     def check(self, problem: Problem, chip: Chip) -> None:
@@ -358,7 +368,22 @@ class Worker(launch.Worker):
         plgpu.wait_load_tmem()
         if step == step_count - 1:
             plgpu.barrier_arrive(s.read.at[lax.rem(number, ACCUMULATORS)])
-        y = y.astype(jnp.float32) * self.step_tile.broadcast(scale) + term
+
+        def load_row_scale():
+            row_scale = self.operands.row_scale
+            return self.step_tile.load_row_values(row_scale, row + self.rank * ROWS)
+
+        def load_residual():
+            residual, period = self.operands.residual, self.problem.rows
+            place = row + self.rank * ROWS, self.column + first
+            return self.step_tile.load_rows(residual, *place, 0, period)
+
+        def load_factor():  # ptxas spills if factors stay in registers, as scales do.
+            factor = self.step_tile.load_columns(self.operands.factor, self.column + first)
+            return self.step_tile.broadcast(factor)
+
+        load = dict(row_scale=load_row_scale, residual=load_residual, factor=load_factor)
+        y = self.result(y, self.step_tile.broadcast(scale), term, load)
         buffers = self.config.buffers
         buffer = s.staged.at[storer * buffers + ((number * step_count + step) & (buffers - 1))]
         plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)

@@ -12,7 +12,7 @@ row tiles that `schedule.py` assigns to it:
 The table's rows stay in registers for a segment. If they do not fit, they are loaded for each tile.
 
   barrier                arrivals of a phase    its phase completes when           who waits
-  columns_arrived        1 or 2 copies          scale (and offsets) have arrived   both consumers
+  columns_arrived        1 to 3 copies          scale (offsets, factor) arrived    both consumers
   weight_arrived[k]      copies of a chunk      chunk k of a stationary weight     feed, before the
                                                 has arrived                        first patches
   filled[consumer,slot]  1 copy, plus copies    the consumer's next chunk is in    that consumer
@@ -39,11 +39,9 @@ from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import interpreted, launch, layouts
 from pallas_patch_embed.backends.tiles import ROW_BYTES, Tiling
 from pallas_patch_embed.backends.time_model import Work, work_of
-from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.chips import Chip
 from pallas_patch_embed.base.dtypes import TABLE
-from pallas_patch_embed.base.levels import to_levels
-from pallas_patch_embed.base.problem import Problem
+from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
 
 # Number of warpgroups that multiply, and of all warpgroups of a thread block.
 CONSUMERS = 2
@@ -59,9 +57,9 @@ REGISTER_SPLITS = ((40, 232), (24, 240))
 # Registers of a multiplying thread for addresses and temporaries, and how many more it needs, by
 # output dtype, if scales and table stay in registers. With fewer, ptxas was measured to spill.
 OTHER_REGISTERS = 48
-KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8, "int8": 16}
+KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8, "int8": 16, "float8_e4m3fn": 16}
 
-# Further registers of a thread for an activation beside scales that stay, and for a residual whose
+# Further registers of a thread for an activation beside scales that stay, and for an epilogue whose
 # last tile has rows beyond M.
 ACTIVATION_REGISTERS, TAIL_REGISTERS = 16, 8
 
@@ -108,7 +106,8 @@ class HopperConfig:
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Returns the shared memory of a thread block in bytes, without the barriers."""
         weight_chunks = self.slots if self.stream_weight else tiles.chunks(problem)
-        columns = 2 * -(-4 * self.tile_n // launch.ALIGNMENT) * launch.ALIGNMENT
+        arrays = 3 if problem.epilogue.levels else 2
+        columns = arrays * -(-4 * self.tile_n // launch.ALIGNMENT) * launch.ALIGNMENT
         return (weight_chunks * self.tile_n + self.slots * self.rows) * ROW_BYTES + columns
 
     def registers(self, problem: Problem, *, keeps_columns: bool) -> int:
@@ -123,7 +122,7 @@ class HopperConfig:
         kept = columns + table + KEEPING_REGISTERS[problem.out_dtype] if keeps_columns else 0
         if keeps_columns and problem.epilogue.activation:
             kept += ACTIVATION_REGISTERS
-        elif problem.epilogue.residual and problem.rows % self.tile_m:
+        elif problem.epilogue != NO_EPILOGUE and problem.rows % self.tile_m:
             kept += TAIL_REGISTERS
         return accumulators + kept + OTHER_REGISTERS
 
@@ -168,6 +167,7 @@ class Scratch:
     """Shared memory and barriers of a thread block."""
 
     columns_arrived: Any
+    factor: Any  # [tile_n] float32, or None
     filled: Any
     freed: Any
     offset: Any  # [tile_n] float32
@@ -184,13 +184,16 @@ class Scratch:
         tile_k, streams = ROW_BYTES // dtype.itemsize, config.stream_weight
         parts = slots if streams else tiles.chunks(problem)
         ring, written = (slots, config.rows, tile_k), (parts, *tile.weight_shape(tile_k))
-        copies = tile.weight_copies
+        copies, columns = tile.weight_copies, plgpu.SMEM((tile_n,), jnp.float32)
         return cls(
             patches=memory.two_views(dtype, ring, ring),
             weight=memory.two_views(dtype, written, (parts, tile_n, tile_k)),
-            scale=plgpu.SMEM((tile_n,), jnp.float32),
-            offset=plgpu.SMEM((tile_n,), jnp.float32),
-            columns_arrived=plgpu.Barrier(num_arrivals=1 if problem.has_table else 2),
+            scale=columns,
+            offset=columns,
+            factor=columns if problem.epilogue.levels else None,
+            columns_arrived=plgpu.Barrier(
+                num_arrivals=2 - problem.has_table + problem.epilogue.levels
+            ),
             weight_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=1 if streams else parts),
             filled=plgpu.Barrier(num_arrivals=1 + copies * streams, num_barriers=CONSUMERS * slots),
             freed=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
@@ -244,6 +247,8 @@ class Worker(launch.Worker):
         plgpu.copy_gmem_to_smem(self.operands.scale.at[columns], s.scale, s.columns_arrived)
         if not self.problem.has_table:
             plgpu.copy_gmem_to_smem(self.operands.table.at[columns], s.offset, s.columns_arrived)
+        if self.problem.epilogue.levels:
+            plgpu.copy_gmem_to_smem(self.operands.factor.at[columns], s.factor, s.columns_arrived)
         if not self.config.stream_weight:
 
             @pl.loop(0, self.chunks)
@@ -361,8 +366,8 @@ class Worker(launch.Worker):
     def store(self, accumulator, row, kept_scales, table_row, kept_terms) -> None:
         """Scales and adds in float32, rounds, and stores a consumer's half of a tile."""
         inside = self.problem.rows % self.config.tile_m == 0
-        epilogue, of_rows = self.problem.epilogue, None
-        if epilogue.row_scale:
+        of_rows = None
+        if self.problem.epilogue.row_scale:
             of_rows = self.tile.load_row_values(self.operands.row_scale, row)
         for g, y in enumerate(self.tile.regroup(accumulator)):
             if keeps := kept_terms is not None:
@@ -374,17 +379,16 @@ class Worker(launch.Worker):
                 terms = lax.broadcast_in_dim(terms, y.shape, (1,))
             elif keeps:
                 terms = self.tile.pinned(terms)
-            y = y.astype(jnp.float32) * lax.broadcast_in_dim(scales, y.shape, (1,))
-            if of_rows is not None:
-                y = y * lax.broadcast_in_dim(of_rows, y.shape, (0,))
-            y = y + terms.astype(jnp.float32)
-            if epilogue.activation:
-                y = ACTIVATIONS[epilogue.activation].in_kernel(y)
-            if epilogue.residual:
-                residual = self.operands.residual
-                residual = self.tile.load_rows(residual, row, self.column, g, self.problem.rows)
-                y = y + residual.astype(jnp.float32)
-            if epilogue.levels:
-                y = to_levels(y * self.operands.levels[0] + self.operands.levels[1])
+
+            def load_residual(g=g):
+                residual, period = self.operands.residual, self.problem.rows
+                return self.tile.load_rows(residual, row, self.column, g, period)
+
+            def load_factor(g=g, shape=y.shape):
+                factor = self.tile.load_columns(self.scratch.factor, g)
+                return lax.broadcast_in_dim(factor, shape, (1,))
+
+            load = dict(row_scale=lambda: of_rows, residual=load_residual, factor=load_factor)
+            y = self.result(y, lax.broadcast_in_dim(scales, y.shape, (1,)), terms, load)
             y = y.astype(self.problem.out_dtype)
             self.tile.store_rows(self.operands.y, row, self.column, g, y, inside=inside)

@@ -1,0 +1,195 @@
+"""`embed`, `search` and `Embedder` with encoders in 8 bits."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed.commands import cli
+from pallas_patch_embed.embed import Decoder, Embedder, command, provenance
+from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.embed.provenance import file_sha256, scales_sha256
+from pallas_patch_embed.encoders.calibration import FILE
+from tests.commands.shard_folders import by_id
+from tests.encoder.test_families import FAMILIES
+
+MODEL = FAMILIES / "clip_whole"
+
+
+@functools.cache
+def exact():
+    return ppe.load_encoder(MODEL, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Returns a folder with a checkpoint, pictures and two calibrations."""
+    root = tmp_path_factory.mktemp("eight_bits")
+    shutil.copytree(MODEL, root / "model")
+    (root / "photos").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        pixels = rng.integers(0, 256, (40, 50, 3), np.uint8)
+        Image.fromarray(pixels).save(root / "photos" / f"{i}.png")
+    (root / "texts.txt").write_text("a cat\n")
+    decoder = Decoder.of(MODEL)
+    images = [
+        decoder.decode(functools.partial(open, path, "rb"))
+        for path in sorted((root / "photos").iterdir())
+    ]
+    first = ppe.calibrate(exact(), np.stack(images))
+    first.save(root / "first.safetensors")
+    larger = {
+        layer: s._replace(least=2 * s.least, largest=2 * s.largest)
+        for layer, s in first.statistics.items()
+    }
+    dataclasses.replace(first, statistics=larger).save(root / "second.safetensors")
+    return root
+
+
+def embed(root, out, *, model="model", inputs=("photos",), **options):
+    options = Options(batch=2, workers=1, quiet=True, **options)
+    return command.run(root / model, [root / path for path in inputs], out, options=options)
+
+
+def settings_of(out):
+    return json.loads((out / "_manifest.json").read_text())["settings"]
+
+
+def of_embedder(root, **options):
+    """Maps ids to the embeddings that the public classes compute."""
+    embedder = Embedder(root / "model", batch=2, **options)
+    paths = sorted(map(str, (root / "photos").iterdir()))
+    contents = [open(path, "rb").read() for path in paths]
+    found = embedder(Decoder(embedder.preprocessing)({"id": paths, "content": contents}))
+    return dict(zip(found["id"], found["embedding"])), embedder.encoder
+
+
+def test_the_manifest_records_dtype_calibration_and_scales(root, tmp_path):
+    given = dict(dtype="int8", calibration=str(root / "first.safetensors"))
+    assert embed(root, tmp_path / "out", **given) == 0
+    wanted, encoder = of_embedder(root, **given)
+    found = by_id(tmp_path / "out")
+    assert found.keys() == wanted.keys()
+    for id, embedding in wanted.items():
+        np.testing.assert_array_equal(found[id], embedding)
+    in_bfloat16, _ = of_embedder(root)
+    assert any((found[id] != in_bfloat16[id]).any() for id in found)
+    settings = settings_of(tmp_path / "out")
+    assert settings["dtype"] == "int8" and settings["min_cosine"] is None
+    assert settings["calibration_sha256"] == file_sha256(root / "first.safetensors")
+    assert settings["scales_sha256"] == scales_sha256(encoder)
+    shard = tmp_path / "out" / "embeddings" / "000000.parquet"
+    about = json.loads(pyarrow.parquet.read_schema(shard).metadata[b"pallas_patch_embed"])
+    assert about["settings"] == settings
+    assert about["options"]["calibration"] == str(root / "first.safetensors")
+    # The calibration is also found in the checkpoint's folder, and is the same.
+    shutil.copytree(root / "model", tmp_path / "model")
+    shutil.copy(root / "first.safetensors", tmp_path / "model" / FILE)
+    assert embed(root, tmp_path / "out", model=tmp_path / "model", dtype="int8") == 0
+    assert len(list((tmp_path / "out" / "embeddings").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "first, then, text",
+    [
+        ({}, dict(dtype="int8", calibration="first"), "dtype was 'bfloat16' and is now 'int8'"),
+        (
+            dict(dtype="int8", calibration="first"),
+            {},
+            "dtype was 'int8' and is now 'bfloat16'; calibration_sha256 was",
+        ),
+        (
+            dict(dtype="int8", calibration="first"),
+            dict(dtype="int8", calibration="second"),
+            r"\(calibration_sha256 was '\w{64}' and is now '\w{64}'; scales_sha256 was",
+        ),
+        (
+            dict(dtype="int8", calibration="first"),
+            dict(dtype="int8", calibration="first", min_cosine=0.5),
+            r"\(min_cosine was None and is now 0.5\)",
+        ),
+    ],
+    ids=["to int8", "from int8", "another calibration", "another min_cosine"],
+)
+def test_precisions_and_calibrations_are_not_mixed(root, tmp_path, first, then, text):
+    def with_path(options):
+        named = options.get("calibration")
+        return options | ({"calibration": str(root / f"{named}.safetensors")} if named else {})
+
+    out = tmp_path / "out"
+    assert embed(root, out, **with_path(first)) == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=text):
+        embed(root, out, **with_path(then))
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_scales_of_another_arithmetic_are_not_mixed(root, tmp_path, monkeypatch):
+    given = dict(dtype="int8", calibration=str(root / "first.safetensors"))
+    assert embed(root, tmp_path / "out", **given) == 0
+    monkeypatch.setattr(provenance, "ARITHMETIC_IN_8_BITS", 2)
+    with pytest.raises(ValueError, match=r"\(scales_sha256 was '\w{64}' and is now"):
+        embed(root, tmp_path / "out", **given)
+
+
+def test_the_hash_is_of_scales_and_of_the_layers_in_8_bits(root):
+    load = functools.partial(ppe.load_encoder, MODEL, dtype="int8")
+    hashes = {
+        scales_sha256(load(calibration=root / f"{name}.safetensors", min_cosine=cosine))
+        for name, cosine in (("first", None), ("first", 0.5), ("second", None))
+    }
+    assert len(hashes) == 2  # All layers are in 8 bits for a cosine of 0.5.
+    said = ppe.Calibration.load(root / "first.safetensors")
+    half = 1 - said.bfloat16 - said.losses.sum() / 2
+    assert scales_sha256(load(calibration=said, min_cosine=half)) not in hashes
+    assert scales_sha256(exact()) is None
+
+
+def test_a_calibration_beside_the_checkpoint_changes_no_other_output(root, tmp_path):
+    shutil.copytree(root / "model", tmp_path / "model")
+    assert embed(root, tmp_path / "out", model=tmp_path / "model") == 0
+    shutil.copy(root / "first.safetensors", tmp_path / "model" / FILE)
+    assert embed(root, tmp_path / "out", model=tmp_path / "model") == 0
+
+
+@pytest.mark.parametrize(
+    "options, inputs, text",
+    [
+        (dict(dtype="int8"), ["photos"], "--dtype is int8, but there is no file .*accuracy"),
+        (dict(dtype="int8", calibration="nowhere"), ["photos"], "--calibration is nowhere, but"),
+        (dict(calibration="nowhere"), ["photos"], "calibration and min_cosine are for"),
+        (dict(min_cosine=0.9), ["photos"], "calibration and min_cosine are for"),
+        (dict(dtype="float8_e4m3fn", calibration="first"), ["photos"], "is for int8, not float8"),
+        (dict(dtype="int8"), ["texts.txt"], "--dtype is for pictures, but texts are embedded"),
+        (dict(min_cosine=0.9), ["texts.txt"], "--min-cosine is for pictures"),
+    ],
+)
+def test_what_has_no_path_in_8_bits_is_refused(root, tmp_path, options, inputs, text):
+    if options.get("calibration") == "first":
+        options = options | {"calibration": str(root / "first.safetensors")}
+    with pytest.raises((OSError, ValueError), match=text):
+        embed(root, tmp_path / "out", inputs=inputs, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_is_searched_with_the_same_scales(root, tmp_path, capsys):
+    calibration = tmp_path / "calibration.safetensors"
+    shutil.copy(root / "first.safetensors", calibration)
+    out = tmp_path / "out"
+    assert embed(root, out, dtype="int8", calibration=str(calibration)) == 0
+    given = ["--checkpoint", str(root / "model"), str(out), "--image", f"{root}/photos/1.png"]
+    search = cli.parse(["pallas-patch-embed", "search", *given, "--json"])
+    capsys.readouterr()
+    assert cli.main(search) == 0
+    best = json.loads(capsys.readouterr().out)[0]
+    assert best["id"].endswith("1.png") and best["cosine"] > 1 - 1e-5
+    calibration.unlink()
+    assert cli.main(search) == 2
+    assert "its calibration is missing or has changed" in capsys.readouterr().err
