@@ -17,11 +17,12 @@ OUTPUTS = ("pooled", "mean", "class", "patches")
 LAYER = re.compile(r"layer:(0|-?[1-9][0-9]{0,5})")
 
 # Help of options that would not fit into the lines of `add_parser`.
-HELP_CALIBRATION = "for --dtype in 8 bits (default: calibration.safetensors beside the weights)"
+HELP_CALIBRATION = "for 8 bits (default: that beside the checkpoint)"
 HELP_CHANGED = "what to do with pictures that have changed (default: report)"
 HELP_DTYPE = "dtype that is written (default: float32)"
-HELP_LAYERS = "dtype of the dense layers (default: bfloat16)"
-HELP_MIN_COSINE = "in 8 bits: keep layers in bfloat16 until the mean cosine to float32 is this"
+HELP_LAYERS = "of the dense layers; the same (default: bfloat16)"
+HELP_PATCHES = "float32, bfloat16 (default), float8_e4m3fn or int8"
+HELP_MIN_COSINE = "in 8 bits: keep layers in bfloat16 for this cosine"
 HELP_MOST = "larger pictures are errors (default: %(default)s)"
 HELP_MOVED = "the pictures that were in OLD are now in NEW"
 HELP_RESIZE = "what resizes pictures (default: auto, a GPU)"
@@ -178,14 +179,14 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE",
-        help="file with one of these on each line; - for standard input",
+        help="file with one of these on each line, or - for stdin",
     )
     add("--checkpoint", required=True, help="path, or name of a model on the Hugging Face hub")
-    add("--out", required=True, help="a folder for any number of pictures, or a small .npz file")
+    add("--out", required=True, help="a folder, or an .npz file for few pictures")
     group: Any = parser.add_argument_group("embeddings").add_argument
     group("--size", type=positive_integer, metavar="N", help="side of the images in pixels")
-    group("--patch-dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    group("--dtype", choices=LAYER_DTYPES, default="bfloat16", help=HELP_LAYERS)
+    group("--patch-dtype", choices=DTYPES, default="bfloat16", metavar="DTYPE", help=HELP_PATCHES)
+    group("--dtype", choices=LAYER_DTYPES, default="bfloat16", metavar="DTYPE", help=HELP_LAYERS)
     group("--calibration", metavar="FILE", help=HELP_CALIBRATION)
     group("--min-cosine", type=float, metavar="X", help=HELP_MIN_COSINE)
     group("--output", type=output_name, default="pooled", metavar="WHAT", help=HELP_OUTPUT)
