@@ -271,7 +271,7 @@ def blackwell(case: emulated.PallasCase) -> CudaCase:
 CASES |= {
     f"Blackwell, {name}": blackwell(case)
     for name, case in emulated.CASES.items()
-    if case.backend == "mosaic_sm100"
+    if case.backend == "mosaic_sm100" and not case.epilogue
 }
 CASES["Blackwell, two blocks, streamed weight, slots and accumulators used again"] = CudaCase(
     *((20, 97, 384), 128, FP8, "none", 128, 6),
