@@ -28,7 +28,9 @@ class Matmul:
 
     `cluster_axes` are passed to its dynamic_scheduling_loop, whose documentation requires them; the
     kernel itself does not pass them. With `synchronised`, all warps of a warpgroup finish reading
-    before one of them arrives for all at a barrier of the cluster (docs/upstream.md).
+    before one of them arrives for all at a barrier of the cluster (docs/upstream.md). With
+    `scoped`, arrivals at the other block's barriers have the scope of the cluster; without one, PTX
+    orders memory only within a block.
     """
 
     dtype: str
@@ -39,6 +41,7 @@ class Matmul:
     collective: bool = False
     cluster_axes: tuple[str, ...] = ()
     synchronised: bool = False
+    scoped: bool = False
     grid_minor_dim: str = "N"
     grid_tile_width: int = 1
 
@@ -91,7 +94,9 @@ class Matmul:
         return a.astype(dtype), b.astype(dtype), result
 
 
-two = functools.partial(Matmul, collective=True, cluster_axes=("x",), synchronised=True)
+two = functools.partial(
+    Matmul, collective=True, cluster_axes=("x",), synchronised=True, scoped=True
+)
 
 MATMULS = {
     "one block, float16": Matmul("float16", (256, 256, 256), (128, 128, 64), 2, 64),
@@ -117,6 +122,7 @@ BROKEN = {
     "two blocks, not synchronised": dataclasses.replace(
         MATMULS["two blocks, bfloat16"], synchronised=False
     ),
+    "two blocks, no scope": dataclasses.replace(MATMULS["two blocks, bfloat16"], scoped=False),
 }
 
 
@@ -125,6 +131,9 @@ def compiled(name: str, folder: Path) -> Path:
     command = [sys.executable, "-m", __name__, name, folder]
     subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
     (ptx,) = folder.glob("*.ptx")
+    if (MATMULS | BROKEN)[name].scoped:
+        scope = "mbarrier.arrive.release.cluster.shared::cluster.b64"
+        ptx.write_text(ptx.read_text().replace("mbarrier.arrive.shared::cluster.b64", scope))
     return ptx.with_suffix("")
 
 
