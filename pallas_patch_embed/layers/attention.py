@@ -252,12 +252,13 @@ def _result_type(*operands, longest):
 
 def _differentiate(primals, tangents, longest):
     (q, k, v, *more), tangents = primals, map(ad.instantiate_zeros, tangents[:3])
-    # cuDNN's attention has no derivative in forward mode.
-    if longest is None:
-        function = functools.partial(_by_jax, lengths=more[0] if more else None, fused=False)
-    else:
-        first_and_lengths = dict(zip(("lengths", "first"), more))
-        function = functools.partial(formula, **first_and_lengths, longest=longest)
+
+    def function(q, k, v):
+        if longest is not None:
+            return formula(q, k, v, *more, longest=longest)
+        # cuDNN's attention has no derivative in forward mode.
+        return _by_jax(q, k, v, lengths=more[0] if more else None, fused=False)
+
     return jax.jvp(function, (q, k, v), tuple(tangents))
 
 

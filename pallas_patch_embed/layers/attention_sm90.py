@@ -164,9 +164,9 @@ class Config:
         return pl.cdiv(shape.S, self.passes(shape) * self.consumers * ROWS)
 
 
-# Nanoseconds of a query tile times a key tile of one head for all thread blocks, by the number of
-# columns in shared memory. They are from 98 images of 1024 tokens on an H200
-# (benchmarks/h200/attention.jsonl), and only their ratios matter.
+# Times of a query tile times a key tile of one head, by the number of columns in shared memory.
+# Only their ratios matter. Those for 64 and 80 columns are from 98 images of 1024 tokens on an
+# H200, with an earlier version of this kernel; those for 128 columns are estimates.
 TIMES = {
     64: {
         Config(2, 256, 2): 17.1,
@@ -235,8 +235,8 @@ def kernel(
 
     Returns:
       [B, S, H, D] bfloat16. A row of padding is zero if its pass has only padding; otherwise it is
-      the attention of what q has there. With `first` it is zero unless it is one of the last rows
-      of PACKED_ROWS that an image begins.
+      the attention of what q has there. With `first`, rows are stored PACKED_ROWS at a time, so up
+      to PACKED_ROWS - 1 rows behind an image are not zero.
 
     Raises:
       NotImplementedError: the config cannot serve this shape.
