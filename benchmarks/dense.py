@@ -24,7 +24,7 @@ from pallas_patch_embed.base.chips import Target, default_device
 from pallas_patch_embed.base.dtypes import EIGHT_BITS
 from pallas_patch_embed.base.problem import Epilogue
 from pallas_patch_embed.commands.tune import timing
-from pallas_patch_embed.embed.embedder import BY_CUBLAS
+from pallas_patch_embed.encoders.program import BY_CUBLAS
 from pallas_patch_embed.layers import dense, norm
 
 

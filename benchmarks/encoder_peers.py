@@ -5,10 +5,11 @@
 The contenders have the same random weights, from a checkpoint in Hugging Face's layout, and compute
 embeddings of the same uint8 images on the device in bfloat16. An encoder whose activation is not
 the tanh GELU is also measured with it: the difference is the activation's cost. JAX and torch each
-run in their own process, and the contenders take turns. Times are wall times; the GPU's energy is
-measured in the sustained turns. Peak memory includes weights, images and all intermediate results.
-Each case is written to encoder_peers.jsonl as soon as it is measured. Peers that are not installed,
-or have no encoder of the family, are left out.
+run in their own process, and the contenders take turns. Times are wall times. A burst times single
+calls, each until its result is ready; in the sustained turns calls follow one another, and the
+GPU's energy is measured. Peak memory includes weights, images and all intermediate results. Each
+case is written to encoder_peers.jsonl as soon as it is measured. Peers that are not installed, or
+have no encoder of the family, are left out.
 """
 
 import argparse
@@ -37,14 +38,21 @@ HERE = Path(__file__).resolve().parents[1]
 
 FRAMEWORKS = ("jax", "torch")
 
+# Modes of torch.compile, and up to and from how many images a call which of them are measured.
+MODES = ("default", "reduce-overhead", "max-autotune")
+FEW_IMAGES, MANY_IMAGES = 16, 512
+
+# Calls of a burst of few images, whose times vary more.
+BURST, BURST_OF_FEW = 5, 50
+
 
 @dataclasses.dataclass(frozen=True)
 class EncoderCase:
-    """An encoder, a number of images, and the mode of torch.compile."""
+    """An encoder, a number of images, and the modes of torch.compile."""
 
     encoder: str
     images: int
-    mode: str
+    modes: tuple[str, ...]
 
 
 def images_of(side: int, images: int) -> np.ndarray:
@@ -84,14 +92,15 @@ class Jax:
 
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
+        self.calls = BURST
         self.wait = _block_until_ready
 
-    def prepare(self, folder: str, images: int, mode: str) -> dict[str, Any]:
+    def prepare(self, folder: str, images: int, modes: list[str]) -> dict[str, Any]:
         """Compiles all contenders; one that fails is left out with the reason."""
         import jax
 
         import pallas_patch_embed as ppe
-        from pallas_patch_embed.embed.embedder import BY_CUBLAS
+        from pallas_patch_embed.encoders.program import BY_CUBLAS
 
         encoder = ppe.load_encoder(folder)
         pixels = jax.device_put(images_of(encoder.config.image_size[0], images))
@@ -108,9 +117,14 @@ class Jax:
             tanh = dataclasses.replace(encoder, config=config)
             ways["this encoder with the tanh GELU"] = _ours, (tanh,), options
         left_out = {}
-        self.contenders = {}
+        self.contenders, self.calls = {}, calls_of(images)
         for name, (function, operands, chosen) in ways.items():
             self._compile(name, jax.jit(function, compiler_options=chosen), (*operands, pixels))
+        call = functools.partial(_ours, encoder, pixels)
+        start = time.perf_counter()
+        self.wait(call())
+        seconds = time.perf_counter() - start
+        self.contenders["this encoder, called outside of jit"] = Contender(call, seconds, None)
         try:
             function, operands = flax_tower(Path(folder), encoder.config)
             jitted = jax.jit(function, compiler_options=options)
@@ -133,7 +147,7 @@ class Jax:
         return np.asarray(self.contenders[name].call(), np.float32).tolist()
 
     def turn(self, name: str, regime: str, rest: float, seconds: float) -> dict[str, Any]:
-        return turn_of(self.contenders[name].call, self.wait, regime, rest, seconds)
+        return turn_of(self.contenders[name].call, self.wait, regime, self.calls, rest, seconds)
 
 
 def _block_until_ready(x: Any) -> Any:
@@ -310,16 +324,18 @@ class Torch:
 
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
+        self.calls = BURST
 
-    def prepare(self, folder: str, images: int, mode: str) -> dict[str, Any]:
-        """Compiles the model, or leaves it out with the reason if that fails."""
-        name = f"transformers, torch.compile{'' if mode == 'default' else f', {mode}'}"
-        self.contenders = {}
-        try:
-            self.contenders[name] = self._compile(folder, images, mode)
-        except Exception as reason:
-            return describe({}, {name: first_line(reason)})
-        return describe(self.contenders, {})
+    def prepare(self, folder: str, images: int, modes: list[str]) -> dict[str, Any]:
+        """Compiles the model in each mode; a mode that fails is left out with the reason."""
+        self.contenders, self.calls, left_out = {}, calls_of(images), {}
+        for mode in modes:
+            name = f"transformers, torch.compile{'' if mode == 'default' else f', {mode}'}"
+            try:
+                self.contenders[name] = self._compile(folder, images, mode)
+            except Exception as reason:
+                left_out[name] = first_line(reason)
+        return describe(self.contenders, left_out)
 
     def _compile(self, folder: str, images: int, mode: str) -> Contender:
         import torch
@@ -327,7 +343,6 @@ class Torch:
 
         gpu = torch.cuda.is_available()
         device = "cuda" if gpu else "cpu"
-        torch._dynamo.reset()
         gc.collect()
         architecture = json.loads(Path(folder, "config.json").read_text())["architectures"][0]
         model, loaded = getattr(transformers, architecture).from_pretrained(
@@ -365,11 +380,14 @@ class Torch:
             torch.cuda.reset_peak_memory_stats()
             call()
             self.wait(None)
-        # CUDA graphs, of all modes but the default, keep their memory in a pool, which counts as
-        # reserved.
-        graphs = mode != "default"
-        peak = torch.cuda.memory_reserved() if graphs else gpu and torch.cuda.max_memory_allocated()
-        return Contender(call, seconds, peak if gpu else None)
+        peak = None
+        if gpu and mode == "default":
+            peak = torch.cuda.max_memory_allocated()
+        elif gpu and not self.contenders:
+            # CUDA graphs keep their memory in a pool, which counts as reserved, as does another
+            # mode's pool.
+            peak = torch.cuda.memory_reserved()
+        return Contender(call, seconds, peak)
 
     def wait(self, x: Any) -> None:
         import torch
@@ -381,12 +399,14 @@ class Torch:
         return self.contenders[name].call().float().cpu().tolist()
 
     def turn(self, name: str, regime: str, rest: float, seconds: float) -> dict[str, Any]:
-        return turn_of(self.contenders[name].call, self.wait, regime, rest, seconds)
+        return turn_of(self.contenders[name].call, self.wait, regime, self.calls, rest, seconds)
 
 
-def turn_of(call: Any, wait: Any, regime: str, rest: float, seconds: float) -> dict[str, Any]:
-    """Times one turn in a regime, "burst" or "sustained"."""
-    turn = burst(call, wait, 5, rest) if regime == "burst" else sustained(call, wait, seconds)
+def turn_of(
+    call: Any, wait: Any, regime: str, calls: int, rest: float, seconds: float
+) -> dict[str, Any]:
+    """Times one turn in a regime: "burst", of this number of calls, or "sustained"."""
+    turn = burst(call, wait, calls, rest) if regime == "burst" else sustained(call, wait, seconds)
     return dataclasses.asdict(turn)
 
 
@@ -427,9 +447,9 @@ def measure(
     case: EncoderCase, folder: Path, processes: dict[str, Process], chosen: argparse.Namespace
 ) -> tuple[list[EncoderMeasurement], dict[str, str]]:
     """Measures all contenders of a case; returns the results, and why contenders were left out."""
-    arguments = dict(folder=str(folder), images=case.images, mode=case.mode)
+    arguments = dict(folder=str(folder), images=case.images, modes=case.modes)
     found: dict[str, dict[str, Any]] = {}
-    if case.mode == "max-autotune":
+    if "max-autotune" in case.modes:
         # Both frameworks autotune by timing, and would disturb each other if they did at once.
         found = {name: p.call("prepare", **arguments) for name, p in processes.items()}
     else:
@@ -491,11 +511,19 @@ def table(found: list[EncoderMeasurement]) -> str:
     return "\n".join(lines)
 
 
-def mode_of(images: int, chosen: argparse.Namespace) -> str:
-    """Returns the mode of torch.compile for a number of images per call."""
-    if images >= chosen.tuned:
-        return "max-autotune"
-    return "reduce-overhead" if images <= chosen.graphs else "default"
+def calls_of(images: int) -> int:
+    """Returns the number of calls in a burst."""
+    return BURST_OF_FEW if images <= FEW_IMAGES else BURST
+
+
+def modes_for(images: int) -> tuple[str, ...]:
+    """Returns the modes of torch.compile that are measured for a number of images per call.
+
+    With few images they are those that record CUDA graphs.
+    """
+    if images <= FEW_IMAGES:
+        return ("reduce-overhead", "max-autotune")
+    return ("max-autotune",) if images >= MANY_IMAGES else ("default",)
 
 
 def run(
@@ -512,7 +540,7 @@ def run(
 
     end = time.monotonic() + 60 * chosen.minutes
     cases = [
-        EncoderCase(name, n, mode_of(n, chosen))
+        EncoderCase(name, n, tuple(chosen.modes or modes_for(n)))
         for n in sorted(chosen.images, reverse=True)
         for name in chosen.encoders
     ]
@@ -554,21 +582,15 @@ def arguments() -> argparse.Namespace:
         "--images",
         type=int,
         nargs="+",
-        default=[1, 64, 512],
+        default=[1, 2, 4, 8, 16, 64, 512],
         help="images per call; default: %(default)s",
     )
     parser.add_argument(
-        "--tuned",
-        type=int,
-        default=512,
-        help="images per call from which on torch autotunes; default: %(default)s",
-    )
-    parser.add_argument(
-        "--graphs",
-        type=int,
-        default=0,
-        help="images per call up to which torch records CUDA graphs without autotuning; default: "
-        "%(default)s",
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        help="modes of torch.compile; by default both that record CUDA graphs for at most "
+        f"{FEW_IMAGES} images, max-autotune for at least {MANY_IMAGES}, and otherwise its default",
     )
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--torch-python", default=sys.executable, help="Python with torch")
@@ -579,10 +601,7 @@ def arguments() -> argparse.Namespace:
         "--seconds", type=float, default=2.0, help="duration of a sustained turn in seconds"
     )
     parser.add_argument("--out", type=Path, help="folder for encoder_peers.jsonl")
-    chosen = parser.parse_args()
-    if chosen.graphs >= chosen.tuned:
-        parser.error(f"--graphs is {chosen.graphs}, expected less than --tuned, {chosen.tuned}")
-    return chosen
+    return parser.parse_args()
 
 
 def main() -> None:

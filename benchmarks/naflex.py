@@ -27,8 +27,8 @@ import pallas_patch_embed as ppe
 from benchmarks import encoder as encoders
 from pallas_patch_embed.base.grids import largest_grid
 from pallas_patch_embed.commands.tune import timing
-from pallas_patch_embed.embed.embedder import BY_CUBLAS
 from pallas_patch_embed.encoders.naflex import aligned, first_fit
+from pallas_patch_embed.encoders.program import BY_CUBLAS
 from pallas_patch_embed.siglip2 import Encoder, batch_naflex, pack_naflex
 
 type Size = tuple[int, int]  # Height and width in pixels.

@@ -28,6 +28,7 @@ from pallas_patch_embed.encoders.config import Config, check_size
 from pallas_patch_embed.encoders.encoder import Encoder, mean_of_patches
 from pallas_patch_embed.encoders.hub import find_checkpoint
 from pallas_patch_embed.encoders.naflex import PackedImages, aligned, pack_naflex
+from pallas_patch_embed.encoders.program import BY_CUBLAS
 
 NOT_FINITE = "its embedding is not finite"
 
@@ -40,10 +41,6 @@ BATCH, BATCH_ON_CPU = 64, 4
 # them. Image processors enlarge pictures to nearly the largest number of patches
 # (docs/experiments/encoder.md), so further places would be empty, which costs time.
 PLACE_MORE = 16
-
-# Compiler options with which XLA lets cuBLAS apply bias, GELU and residual in its matrix products.
-# On an H200 64 or more images take 11 to 17% less time with them (docs/experiments/encoder.md).
-BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Decoder:

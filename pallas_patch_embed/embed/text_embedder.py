@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_patch_embed.base.chips import cuda_is_installed
-from pallas_patch_embed.embed.embedder import BY_CUBLAS, Embedder, batch_on_devices, normalized
+from pallas_patch_embed.embed.embedder import Embedder, batch_on_devices, normalized
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.preprocessing import Decoded
 from pallas_patch_embed.embed.units import Entry, Picture, SourceEndsError
+from pallas_patch_embed.encoders.program import BY_CUBLAS
 from pallas_patch_embed.encoders.text_checkpoint import load_text_encoder
 from pallas_patch_embed.encoders.text_encoder import TextEncoder
 from pallas_patch_embed.encoders.tokenizer import Tokenizer, load_tokenizer

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import Config, TextConfig
 from pallas_patch_embed.encoders.naflex import PackedImages
+from pallas_patch_embed.encoders.program import Program
 from pallas_patch_embed.layers.attention import (
     Segments,
     attention,
@@ -160,7 +162,8 @@ class Encoder:
                 mask = None
             if not clip:
                 images = check_range("encoder: patches", images, self.patch_embed.encoding)
-            return _encode_patches(self, images, spatial_shapes, mask, kept)
+            rows = math.prod(images.shape[:2])
+            return _encode_patches(self, images, spatial_shapes, mask, kept=kept, rows=rows)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
                 "encoder: spatial_shapes and mask are for NaFlex encoders, but this encoder "
@@ -169,7 +172,8 @@ class Encoder:
         images = self.checked(images)
         if not clip:
             images = check_range("encoder: images", images, self.patch_embed.encoding)
-        return _encode_images(self, images, kept)
+        rows = len(images) * (self.config.prefix + math.prod(self.config.grid))
+        return _encode_images(self, images, kept=kept, rows=rows)
 
     def checked(self, images: AnyArray) -> jax.Array:
         """Returns images for an encoder that is not NaFlex, after a check of dtype and shape."""
@@ -213,7 +217,8 @@ class Encoder:
         patches = images.patches
         if not clip:
             patches = check_range("encoder: patches", patches, self.patch_embed.encoding)
-        return _encode_packed(self, dataclasses.replace(images, patches=patches), kept)
+        images, rows = dataclasses.replace(images, patches=patches), math.prod(patches.shape[:2])
+        return _encode_packed(self, images, kept=kept, rows=rows)
 
     def layer_programs(self, B: int, S: int, target: Target) -> tuple[LayerProgram, ...]:
         """Says how the layers are computed, for B images of S tokens without a mask."""
@@ -351,7 +356,7 @@ def embedded_images(encoder: Encoder, images: jax.Array) -> jax.Array:
     return Request(images, encoder.patch_embed, from_images=True, out_dtype=encoder.dtype).run()
 
 
-@functools.partial(jax.jit, static_argnames="kept")
+@Program
 def _encode_images(encoder: Encoder, images: jax.Array, kept: tuple[int, ...]) -> EncoderOutput:
     return transform(encoder, embedded_images(encoder, images), kept=kept)
 
@@ -363,7 +368,7 @@ def embedded_patches(encoder: Encoder, patches: jax.Array, spatial_shapes: jax.A
     return _embedded_patches(encoder, patches, positions)
 
 
-@functools.partial(jax.jit, static_argnames="kept")
+@Program
 def _encode_patches(
     encoder: Encoder,
     patches: jax.Array,
@@ -377,7 +382,7 @@ def _encode_patches(
     return transform(encoder, x, kept, lengths=lengths, mask=mask)
 
 
-@functools.partial(jax.jit, static_argnames="kept")
+@Program
 def _encode_packed(encoder: Encoder, images: PackedImages, kept: tuple[int, ...]) -> EncoderOutput:
     R, T, _ = images.patches.shape
     sides, segments = images.spatial_shapes.astype(jnp.int32), images.segments

@@ -1,7 +1,6 @@
 """The text encoder: the vision encoder's transformer behind a table of tokens."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -15,6 +14,7 @@ from pallas_patch_embed.base.array_arguments import AnyArray, as_array
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import TextConfig
 from pallas_patch_embed.encoders.encoder import check_layers, transform
+from pallas_patch_embed.encoders.program import Program
 
 
 class TextOutput(NamedTuple):
@@ -83,7 +83,8 @@ class TextEncoder:
         """
         ids = as_array(ids, "text encoder: ids")
         _check_ids(ids, self.config)
-        return _encode(self, ids, check_layers(layers, self.config.depth))
+        kept = check_layers(layers, self.config.depth)
+        return _encode(self, ids, kept=kept, rows=ids.size)
 
     def __repr__(self) -> str:
         size = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self))
@@ -154,7 +155,7 @@ def _check_ids(ids: Any, config: TextConfig) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames="kept")
+@Program
 def _encode(encoder: TextEncoder, ids: jax.Array, kept: tuple[int, ...]) -> TextOutput:
     # On a mesh with explicit axes a gather has to be told the sharding of its result.
     sharding = jax.typeof(ids).sharding
