@@ -72,7 +72,8 @@ def run(
 
     y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n])
 
-    With an epilogue it computes a dense layer, as `Epilogue` says.
+    With an epilogue it computes a dense layer, as `Epilogue` says, which also lists the shapes of
+    stacked operands.
 
     Args:
       patches: [..., S, K] float32, bfloat16, float8_e4m3fn or int8.
@@ -88,6 +89,13 @@ def run(
       float32 (at Precision.HIGHEST) and bfloat16, and that of the platform's matrix product for
       float8.
     """
+    given = dict(zip(epilogue.operands, others, strict=True))
+    if epilogue.stacked:
+        of_layer = functools.partial(
+            jax.lax.dynamic_index_in_dim, index=given["layer"][0], keepdims=False
+        )
+        weight, scale, table = map(of_layer, (weight, scale, table))
+        given |= {name: of_layer(given[name]) for name in LEVELS if name in given}
     exact = patches.dtype == jnp.int8
     precision = jax.lax.Precision.HIGHEST if patches.dtype == jnp.float32 else None
     accumulator = jnp.matmul(
@@ -113,7 +121,6 @@ def run(
     y = product * scale
     if epilogue == NO_EPILOGUE:
         return (y + table).astype(out_dtype)
-    given = dict(zip(epilogue.operands, others, strict=True))
     if epilogue.row_scale:
         y = y * given["row_scale"].reshape(*y.shape[:-1], 1)
     y = y + table

@@ -17,7 +17,7 @@ from pallas_patch_embed.backends import LayerProgram
 from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array
 from pallas_patch_embed.base.chips import Target
-from pallas_patch_embed.base.dtypes import TABLE
+from pallas_patch_embed.base.dtypes import EIGHT_BITS, TABLE
 from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import Config, TextConfig
@@ -172,7 +172,7 @@ class Encoder:
         images = self.checked(images)
         if not clip:
             images = check_range("encoder: images", images, self.patch_embed.encoding)
-        rows = len(images) * (self.config.prefix + math.prod(self.config.grid))
+        rows = images.shape[0] * (self.config.prefix + math.prod(self.config.grid))
         return _encode_images(self, images, kept=kept, rows=rows)
 
     def checked(self, images: AnyArray) -> jax.Array:
@@ -468,10 +468,11 @@ def observed_transform(
     type Carry = tuple[jax.Array, jax.Array, jax.Array | None]
 
     def block(
-        norms: dict[str, Any], first: int, carry: Carry, p: dict[str, Any]
+        stacked: dict[str, Any], first: int, carry: Carry, p: dict[str, Any]
     ) -> tuple[Carry, dict[str, Any]]:
         x, layer, states = carry
-        # The norms have a row for each block of the run that starts with the block `first`.
+        p = p | stacked
+        # These have a row for each block of the run that starts with the block `first`.
         row = layer - first if first else layer
         seen: dict[str, Any] = {}
 
@@ -482,19 +483,19 @@ def observed_transform(
 
         def norm(name: str, next_layer: str, x: jax.Array) -> Any:
             """Computes a norm for the layer that follows, in 8 bits if that layer is."""
-            y = _norm(x, norms[name], config, layer=row, levels=dtype_in_8_bits(p[next_layer]))
+            y = _norm(x, p[name], config, layer=row, levels=dtype_in_8_bits(p[next_layer]))
             return observed(next_layer, y)
 
         y = norm("norm1", "qkv", x)
-        q, k, v = (_dense(y, part) for part in _parts(p["qkv"], 3))
+        q, k, v = (_dense(y, part, layer=i) for part, i in _parts(p["qkv"], 3, row))
         if rotation is not None:
             q, k = (_rotated(part, rotation, config) for part in (q, k))
         attended = observed("out", _attention(q, k, v, config, padding))
         if dtype := dtype_in_8_bits(p["out"]):  # The scale of v makes levels of the result.
             attended = to_levels(attended.astype(jnp.float32), dtype)
-        x = _dense(attended, p["out"], residual=x)
-        hidden = observed("fc2", _hidden(norm("norm2", "fc1", x), p, config))
-        x = _dense(hidden, p["fc2"], residual=x)
+        x = _dense(attended, p["out"], residual=x, layer=row)
+        hidden = observed("fc2", _hidden(norm("norm2", "fc1", x), p, config, row))
+        x = _dense(hidden, p["fc2"], residual=x, layer=row)
         layer = layer + 1
         if states is not None:
             states = states.at[jnp.asarray(slots)[layer]].set(x)
@@ -510,10 +511,16 @@ def observed_transform(
         carry, first = (x, jnp.int32(0), states), 0
         seen: dict[str, Any] = {}
         for run in runs:
-            norms = {name: run[name] for name in ("norm1", "norm2")}
-            layers = {name: p for name, p in run.items() if name not in norms}
-            carry, seen = lax.scan(functools.partial(block, norms, first), carry, layers)
-            first += len(norms["norm1"]["scale"])
+            # Kernels read the parameters of a block in place; XLA slices those of other layers.
+            in_place = {
+                name: p for name, p in run.items() if name.startswith("norm") or "weight" in p
+            }
+            sliced = {name: p for name, p in run.items() if name not in in_place}
+            depth = len(run["norm1"]["scale"])
+            carry, seen = lax.scan(
+                functools.partial(block, in_place, first), carry, sliced, length=depth
+            )
+            first += depth
         x, _, states = carry
         if encoder.norm is not None and not config.norm_after_pooling:
             x = _norm(x, encoder.norm, config)
@@ -563,7 +570,7 @@ def _pooled(encoder: Encoder, x: jax.Array, padding: dict[str, Any]) -> jax.Arra
             assert head is not None
             # The tokens in front are left out, as in timm; SigLIP has none.
             tokens = x[:, config.prefix :]
-            k, v = (of_images(_dense(tokens, part)) for part in _parts(head["kv"], 2))
+            k, v = (of_images(_dense(tokens, part)) for part, _ in _parts(head["kv"], 2))
             # The query is computed from k, so that it has the same sharding along the batch.
             query = 0 * k[:, :1] + _row(head["query"], k)
             pooled = _dense(_attention(query, k, v, config, padding), head["out"])
@@ -659,7 +666,8 @@ def _norm(
 
 def dtype_in_8_bits(p: dict[str, Any]) -> str:
     """Returns the dtype of a dense layer that is in 8 bits; empty for others."""
-    return p["weight"].dtype.name if "weight" in p else ""
+    dtype = p["weight"].dtype.name if "weight" in p else ""
+    return dtype if dtype in EIGHT_BITS else ""
 
 
 def _dense(
@@ -669,6 +677,7 @@ def _dense(
     *,
     residual: jax.Array | None = None,
     levels: tuple[jax.Array, jax.Array] | None = None,
+    layer: jax.Array | None = None,
 ) -> jax.Array:
     """Computes a dense layer in 8 bits or in the encoder's dtype, as its parameters say.
 
@@ -677,7 +686,7 @@ def _dense(
       p: the layer's parameters, as in `Encoder`.
       activation: one of `ACTIVATIONS`; empty for none.
       residual: added to the result.
-      levels: as in `dense`, for the result of a layer in 8 bits.
+      levels, layer: as in `dense`, for a layer with a "weight".
     """
     if "weight" in p:
         x, row_scale = x if isinstance(x, tuple) else (x, None)
@@ -690,6 +699,7 @@ def _dense(
             row_scale=row_scale,
             residual=residual,
             levels=levels,
+            layer=layer,
         )
     assert not isinstance(x, tuple) and levels is None
     y = jnp.matmul(x, p["kernel"])
@@ -700,26 +710,31 @@ def _dense(
     return y if residual is None else residual + y
 
 
-def _parts(p: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """Returns the parameters of the equal parts of a dense layer, each with its own product.
+def _parts(
+    p: dict[str, Any], number: int, layer: jax.Array | None = None
+) -> list[tuple[dict[str, Any], jax.Array | None]]:
+    """Returns the parameters of the equal parts of a dense layer, and the number of each part.
 
-    XLA would copy the parts of a single product, because attention needs contiguous arrays.
+    Each part has its own product, because attention needs contiguous arrays, and XLA would copy the
+    parts of a single product. The parts of all layers with a "weight" are stacked.
     """
     if "weight" in p:
-        return [{name: p[name][i] for name in p} for i in range(number)]
+        assert layer is not None
+        stacked = {name: v.reshape(-1, *v.shape[2:]) for name, v in p.items()}
+        return [(stacked, layer * number + i) for i in range(number)]
     kernels, biases = (jnp.split(p[name], number, axis=-1) for name in ("kernel", "bias"))
-    return [{"kernel": k, "bias": b} for k, b in zip(kernels, biases)]
+    return [({"kernel": k, "bias": b}, None) for k, b in zip(kernels, biases)]
 
 
-def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig) -> Any:
+def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig, layer: jax.Array) -> Any:
     """Computes what an MLP's fc2 gets, from the result of the norm."""
     fc1, fc2 = p["fc1"], p["fc2"]
     levels = (fc2["factor"], fc2["shift"]) if "factor" in fc2 else None
     if config.gated:
-        gate, up = (_dense(x, part) for part in _parts(fc1, 2))
+        gate, up = (_dense(x, part, layer=i) for part, i in _parts(fc1, 2, layer))
         hidden = ACTIVATIONS[config.activation].of_array(gate) * up
     elif "weight" in fc1:
-        hidden = _dense(x, fc1, config.activation, levels=levels)
+        hidden = _dense(x, fc1, config.activation, levels=levels, layer=layer)
     else:
         hidden = _dense(x, fc1, config.activation)
     dtype = dtype_in_8_bits(fc2)
@@ -728,7 +743,8 @@ def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig) -> Any:
     hidden = hidden.astype(jnp.float32)
     if levels is None:
         return quantised(hidden, dtype)
-    factor, shift = (_row(x, hidden) for x in levels)
+    of_layer = functools.partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
+    factor, shift = (_row(of_layer(x), hidden) for x in levels)
     return to_levels(hidden * factor + shift, dtype)
 
 

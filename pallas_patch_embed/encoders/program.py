@@ -33,7 +33,8 @@ class Program:
 
     def __call__(self, encoder: Any, *arrays: Any, kept: tuple[int, ...], rows: int) -> Any:
         """Computes function(encoder, *arrays, kept) for so many rows of tokens."""
-        alone = rows >= FEWEST_ROWS and cuda_is_installed() and not is_traced(encoder, *arrays)
+        # The number of rows of an exported program may be symbolic.
+        alone = cuda_is_installed() and not is_traced(encoder, *arrays) and rows >= FEWEST_ROWS
         return (self._alone if alone else self._inside)(encoder, *arrays, kept=kept)
 
 

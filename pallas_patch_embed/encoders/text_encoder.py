@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -84,7 +85,7 @@ class TextEncoder:
         ids = as_array(ids, "text encoder: ids")
         _check_ids(ids, self.config)
         kept = check_layers(layers, self.config.depth)
-        return _encode(self, ids, kept=kept, rows=ids.size)
+        return _encode(self, ids, kept=kept, rows=math.prod(ids.shape))
 
     def __repr__(self) -> str:
         size = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self))

@@ -34,6 +34,7 @@ def dense(
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
     levels: tuple[jax.Array, jax.Array] | None = None,
+    layer: jax.Array | None = None,
 ) -> jax.Array:
     """Computes a dense layer.
 
@@ -49,28 +50,32 @@ def dense(
       residual: [..., S, N] bfloat16.
       levels: factor [N] and shift [1] float32, only for x in 8 bits: the result has the dtype of x,
         y * factor + shift rounded to nearest and clipped to [-127, 127], for float8 [-448, 448].
+      layer: int32 in [0, layers), if weight, scale, bias and levels have another leading axis, of
+        several layers. A kernel reads its layer's parameters in place.
 
     Returns:
       [..., S, N] bfloat16, or of the dtype of x with `levels`.
     """
     factor, shift = (None, None) if levels is None else levels
     given = dict(row_scale=row_scale, residual=residual, factor=factor, shift=shift)
+    given["layer"] = None if layer is None else layer.reshape(1)
     epilogue = Epilogue(
         activation,
         row_scale=row_scale is not None,
         residual=residual is not None,
         levels=levels is not None,
+        stacked=layer is not None,
     )
     others = (given[name] for name in epilogue.operands)
     return dense_p.bind(x, weight, scale, bias, *others, epilogue=epilogue)
 
 
 def problem_of(x: Any, weight: Any, epilogue: Epilogue) -> Problem:
-    """Returns the problem of x [..., K] and weight [N, K]."""
-    N = weight.shape[0]
+    """Returns the problem of x [..., K] and weight [N, K], or [layers, N, K] if it is stacked."""
+    N, K = weight.shape[-2:]
     return Problem(
         patches=tuple(x.shape),
-        weight=tuple(weight.shape),
+        weight=(N, K),
         scale=(N,),
         table=(N,),
         dtype=jnp.dtype(weight.dtype).name,
@@ -105,7 +110,9 @@ ad.primitive_jvps[dense_p] = _differentiate
 
 def _batch(operands, axes, *, epilogue):
     """Makes the mapped axis a leading axis of x, if only operands with rows are mapped."""
-    of_rows = [True, False, False, False, *(name not in LEVELS for name in epilogue.operands)]
+    shared_operands = (*LEVELS, "layer")
+    of_rows = [True, False, False, False]
+    of_rows += [name not in shared_operands for name in epilogue.operands]
     shared = (axis is None for axis, has_rows in zip(axes, of_rows) if not has_rows)
     if not all(shared):
         return jax.vmap(functools.partial(formula, epilogue=epilogue), axes)(*operands), 0

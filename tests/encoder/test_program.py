@@ -47,6 +47,11 @@ def under_shard_map(f, x):
     return jax.shard_map(f, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"))(x)
 
 
+def symbolic(x):
+    """Describes any number of such images."""
+    return jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, ...", like=x.shape), x.dtype)
+
+
 # How a function of images is called under transformations.
 TRANSFORMED = {
     "jit": lambda f, x: jax.jit(f)(x),
@@ -55,7 +60,7 @@ TRANSFORMED = {
     "cond": lambda f, x: jax.lax.cond(True, f, f, x),
     "vmap": lambda f, x: jax.vmap(lambda x: f(x[None])[0])(x),
     "shard_map": under_shard_map,
-    "export": lambda f, x: jax.export.export(jax.jit(f))(x).call(x),
+    "export": lambda f, x: jax.export.export(jax.jit(f))(symbolic(x)).call(x),
     "ahead of time": lambda f, x: jax.jit(f).lower(x).compile()(x),
 }
 

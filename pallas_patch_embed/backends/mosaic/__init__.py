@@ -17,7 +17,7 @@ from pallas_patch_embed.backends.tiles import Tiling
 from pallas_patch_embed.backends.time_model import Constants
 from pallas_patch_embed.base.chips import B200, B300, H200, Chip, Target
 from pallas_patch_embed.base.lowering import call_kernel
-from pallas_patch_embed.base.problem import Problem
+from pallas_patch_embed.base.problem import LEVELS, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,12 @@ def _run(
     ) -> jax.Array:
         segments = jnp.asarray(tiling.schedule(problem.table_period))
         patches = patches.reshape(problem.rows, -1)
+        if problem.epilogue.stacked:
+            weight, scale, table = weight.reshape(-1, problem.K), scale.ravel(), table.ravel()
+            rest = tuple(
+                value.ravel() if name in LEVELS else value
+                for name, value in zip(problem.epilogue.operands, rest)
+            )
         return call_kernel(make(), patches, weight, scale, table, segments, *rest)
 
     return tiles.flatten_leading_axes(problem, operands, compute)

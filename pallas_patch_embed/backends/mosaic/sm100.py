@@ -269,7 +269,7 @@ class Worker(launch.Worker):
 
     def load_weight(self, k, slot, arrived) -> None:
         """Loads chunk k of the weight to `scratch.weight[slot]`."""
-        rows, columns = pl.ds(self.column, self.config.tile_n), self.chunk(k)
+        rows, columns = pl.ds(self.weight_row, self.config.tile_n), self.chunk(k)
         self.load(self.operands.weight.at[rows, columns], self.scratch.weight.at[slot], arrived)
 
     def feed(self) -> None:
@@ -329,7 +329,7 @@ class Worker(launch.Worker):
     def store(self, storer) -> None:
         """Stores half of every tile's columns. `terms[step]` are rows of the table or offsets."""
         steps = range(self.config.tile_n // STORERS // self.step_tile.columns)
-        columns = [self.column + self.step_column(storer, step) for step in steps]
+        columns = [self.weight_row + self.step_column(storer, step) for step in steps]
         load, scale, table = self.step_tile.load_columns, self.operands.scale, self.operands.table
         scales = [load(scale, column) for column in columns]
         offsets = [] if self.problem.has_table else [load(table, column) for column in columns]
@@ -379,7 +379,7 @@ class Worker(launch.Worker):
             return self.step_tile.load_rows(residual, *place, 0, period)
 
         def load_factor():  # ptxas spills if factors stay in registers, as scales do.
-            factor = self.step_tile.load_columns(self.operands.factor, self.column + first)
+            factor = self.step_tile.load_columns(self.operands.factor, self.weight_row + first)
             return self.step_tile.broadcast(factor)
 
         load = dict(row_scale=load_row_scale, residual=load_residual, factor=load_factor)

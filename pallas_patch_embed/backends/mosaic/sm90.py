@@ -243,7 +243,7 @@ class Worker(launch.Worker):
         return self.scratch.filled.at[consumer * self.config.slots + self.slot(entry)]
 
     def load_constants(self) -> None:
-        s, columns = self.scratch, pl.ds(self.column, self.config.tile_n)
+        s, columns = self.scratch, pl.ds(self.weight_row, self.config.tile_n)
         plgpu.copy_gmem_to_smem(self.operands.scale.at[columns], s.scale, s.columns_arrived)
         if not self.problem.has_table:
             plgpu.copy_gmem_to_smem(self.operands.table.at[columns], s.offset, s.columns_arrived)
@@ -258,7 +258,7 @@ class Worker(launch.Worker):
     def load_weight(self, k, slot, arrived) -> None:
         """Loads chunk k of the weight to `scratch.weight[slot]`."""
         target = self.views_of(self.scratch.weight).written.at[slot]
-        self.tile.load_weight(self.operands.weight, self.column, self.chunk(k), target, arrived)
+        self.tile.load_weight(self.operands.weight, self.weight_row, self.chunk(k), target, arrived)
 
     def feed(self) -> None:
         entries = self.first_entry(self.for_each_tile(self.feed_tile, begin=None), 0)
