@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -180,6 +181,75 @@ def test_transformations_agree_with_a_loop():
     both = jax.vmap(functools.partial(call, x, rows, residual))(weights)
     np.testing.assert_array_equal(both[0], wanted)
     np.testing.assert_array_equal(both[1], call(x, rows, residual, -weight))
+
+
+def stacked_arrays(dtype):
+    """Draws the parameters of three layers, and operands of the layer function `of_layer`."""
+    drawn = [draw(dtype, seed) for seed in range(3)]
+    parameters = [[arrays[name] for name in ("weight", "scale", "bias")] for arrays, _ in drawn]
+    levels = [others["levels"] for _, others in drawn]
+    return drawn, [*map(jnp.stack, zip(*parameters))], [*map(jnp.stack, zip(*levels))]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_a_layer_of_several_is_computed_as_alone(dtype):
+    drawn, parameters, levels = stacked_arrays(dtype)
+    in_8_bits = dtype == "int8"
+
+    def of_layer(x, row_scale, layer):
+        more = dict(levels=tuple(levels)) if in_8_bits else {}
+        return dense(x, *parameters, row_scale=row_scale, layer=layer, **more)
+
+    found, wanted = [], []
+    for layer, (arrays, others) in enumerate(drawn):
+        x, *own = arrays.values()
+        more = dict(levels=others["levels"]) if in_8_bits else {}
+        wanted.append(dense(x, *own, row_scale=others["row_scale"], **more))
+        found.append(of_layer(x, others["row_scale"], jnp.int32(layer)))
+        mapped = jax.vmap(of_layer, (0, 0, None))(x, others["row_scale"], jnp.int32(layer))
+        np.testing.assert_array_equal(mapped, wanted[-1])
+    np.testing.assert_array_equal(found, wanted)
+    xs = jnp.stack([arrays["x"] for arrays, _ in drawn])
+    rows = jnp.stack([others["row_scale"] for _, others in drawn])
+    _, scanned = jax.lax.scan(lambda i, step: (i + 1, of_layer(*step, i)), jnp.int32(0), (xs, rows))
+    np.testing.assert_array_equal(scanned, wanted)
+    each = jax.vmap(of_layer)(xs, rows, jnp.arange(3))
+    # Products of batches may sum floats in another order.
+    error = dict(rtol=0, atol=0) if in_8_bits else dict(rtol=2.0**-7, atol=K * 2.0**-24 * 10)
+    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (each, wanted)), **error)
+
+
+def test_a_program_copies_no_parameters_of_a_layer(monkeypatch):
+    _, parameters, levels = stacked_arrays("int8")
+    arrays, others = draw()
+
+    def of_layer(x, row_scale, layer):
+        return dense(x, *parameters, row_scale=row_scale, layer=layer, levels=tuple(levels))
+
+    monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
+    traced = jax.jit(of_layer).trace(arrays["x"], others["row_scale"], jnp.int32(2))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert not re.search(r"stablehlo\.\w*(slice|gather)", text)
+
+
+def test_the_gradient_of_a_layer_of_several_is_that_of_the_layer():
+    _, parameters, _ = stacked_arrays("bfloat16")
+    weight, scale, bias = (value.astype(jnp.float32) for value in parameters)
+    x = draw("bfloat16")[0]["x"].astype(jnp.float32)
+
+    def loss(x, weight, layer):
+        y = dense(x, weight, scale, bias, layer=layer)
+        return jnp.square(y.astype(jnp.float32)).sum()
+
+    def wanted(x, weight):
+        return jnp.square(dense(x, weight, scale[1], bias[1]).astype(jnp.float32)).sum()
+
+    by_x, by_weight = jax.grad(loss, (0, 1))(x, weight, jnp.int32(1))
+    expected = jax.grad(wanted, (0, 1))(x, weight[1])
+    np.testing.assert_allclose(by_x, expected[0], rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(by_weight[1], expected[1], rtol=1e-6, atol=1e-4)
+    assert not by_weight[0].any() and not by_weight[2].any()
 
 
 def test_the_gradient_is_that_of_the_formula():

@@ -15,7 +15,7 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
-from pallas_patch_embed.base.problem import Epilogue, Problem, padded
+from pallas_patch_embed.base.problem import LEVELS, Epilogue, Problem, padded
 from tests.operator.planned import compute
 
 
@@ -44,8 +44,17 @@ def draw_epilogue(seed, patches, N, epilogue):
         # Many results are in the middle of two integers, and many are clipped.
         factor=jnp.asarray(np.exp2(rng.integers(-8, -5, N)), jnp.float32),
         shift=jnp.asarray([-3], jnp.float32),
+        layer=jnp.asarray([1], jnp.int32),
     )
     return tuple(drawn[name] for name in Epilogue(*epilogue).operands)
+
+
+def stack_layers(layers, epilogue):
+    """Stacks the parameters of the operands of several layers, and keeps the arrays of layer 1."""
+    names = ("patches", "weight", "scale", "table", *Epilogue(*epilogue).operands)
+    stacked = ("weight", "scale", "table", *LEVELS)
+    of_names = zip(names, zip(*layers), strict=True)
+    return tuple(jnp.stack(v) if name in stacked else v[1] for name, v in of_names)
 
 
 def check_wgmma(monkeypatch):

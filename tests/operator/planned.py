@@ -1,6 +1,9 @@
 """Calls a backend through its plan; returns the result, or the reason of a refusal."""
 
 import dataclasses
+from typing import Any
+
+import jax
 
 from pallas_patch_embed.base.chips import Chip, Target, default_device
 from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
@@ -31,7 +34,10 @@ def compute(
       epilogue: that of a dense layer.
       choices: further arguments of the backend's `plan`.
     """
-    problem = Problem.of(*operands[:4], out_dtype=out_dtype, geometry=geometry)
+    shapes: list[Any] = [*operands[:4]]
+    if epilogue.stacked:  # A problem is that of one layer.
+        shapes[1:] = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes[1:])
+    problem = Problem.of(*shapes, out_dtype=out_dtype, geometry=geometry)
     problem = dataclasses.replace(problem, epilogue=epilogue)
     return backend.plan(problem, target or here(), **choices).run(*operands)
 
