@@ -72,8 +72,8 @@ def run(
 
     y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n])
 
-    With an epilogue it computes a dense layer, as `Epilogue` says, which also lists the shapes of
-    stacked operands.
+    With an epilogue it computes a dense layer, as `Epilogue` says, which also lists the operands'
+    leading axes.
 
     Args:
       patches: [..., S, K] float32, bfloat16, float8_e4m3fn or int8.
@@ -90,12 +90,16 @@ def run(
       float8.
     """
     given = dict(zip(epilogue.operands, others, strict=True))
-    if epilogue.stacked:
-        of_layer = functools.partial(
-            jax.lax.dynamic_index_in_dim, index=given["layer"][0], keepdims=False
-        )
-        weight, scale, table = map(of_layer, (weight, scale, table))
-        given |= {name: of_layer(given[name]) for name in LEVELS if name in given}
+    if epilogue.parts:
+
+        def of_part(parameter: jax.Array) -> jax.Array:
+            for name in ("layer", "part"):
+                index = given[name][0]
+                parameter = jax.lax.dynamic_index_in_dim(parameter, index, keepdims=False)
+            return parameter
+
+        weight, scale, table = map(of_part, (weight, scale, table))
+        given |= {name: of_part(given[name]) for name in LEVELS if name in given}
     exact = patches.dtype == jnp.int8
     precision = jax.lax.Precision.HIGHEST if patches.dtype == jnp.float32 else None
     accumulator = jnp.matmul(

@@ -81,22 +81,23 @@ class Epilogue(NamedTuple):
       row_scale: whether rows have scales, [M] float32.
       residual: whether a residual is added, [M, N] bfloat16.
       levels: whether the result is in 8 bits, with factor [N] and shift [1] float32.
-      stacked: whether weight, scale, table, factor and shift have another leading axis, of several
-        layers, of which the operand `layer`, [1] int32, chooses one. Kernels read the parameters of
-        that layer in place; XLA would copy them in front of each call (base/lowering.py).
+      parts: if not 0, weight, scale, table, factor and shift have two further leading axes, of
+        layers and of this number of parts, and the operands `layer` and `part`, [1] int32 each,
+        choose one. Kernels read its parameters in place; XLA would copy them in front of each call
+        (base/lowering.py).
     """
 
     activation: str = ""
     row_scale: bool = False
     residual: bool = False
     levels: bool = False
-    stacked: bool = False
+    parts: int = 0
 
     @property
     def operands(self) -> tuple[str, ...]:
         """The names of its operands, in their order."""
         names = {"row_scale": ["row_scale"], "residual": ["residual"], "levels": LEVELS}
-        names["stacked"] = ["layer"]
+        names["parts"] = ["layer", "part"]
         return tuple(name for field in names if getattr(self, field) for name in names[field])
 
 

@@ -487,7 +487,7 @@ def observed_transform(
             return observed(next_layer, y)
 
         y = norm("norm1", "qkv", x)
-        q, k, v = (_dense(y, part, layer=i) for part, i in _parts(p["qkv"], 3, row))
+        q, k, v = (_dense(y, **part, layer=row) for part in _parts(p["qkv"], 3))
         if rotation is not None:
             q, k = (_rotated(part, rotation, config) for part in (q, k))
         attended = observed("out", _attention(q, k, v, config, padding))
@@ -570,7 +570,7 @@ def _pooled(encoder: Encoder, x: jax.Array, padding: dict[str, Any]) -> jax.Arra
             assert head is not None
             # The tokens in front are left out, as in timm; SigLIP has none.
             tokens = x[:, config.prefix :]
-            k, v = (of_images(_dense(tokens, part)) for part, _ in _parts(head["kv"], 2))
+            k, v = (of_images(_dense(tokens, **part)) for part in _parts(head["kv"], 2))
             # The query is computed from k, so that it has the same sharding along the batch.
             query = 0 * k[:, :1] + _row(head["query"], k)
             pooled = _dense(_attention(query, k, v, config, padding), head["out"])
@@ -678,6 +678,7 @@ def _dense(
     residual: jax.Array | None = None,
     levels: tuple[jax.Array, jax.Array] | None = None,
     layer: jax.Array | None = None,
+    part: int | None = None,
 ) -> jax.Array:
     """Computes a dense layer in 8 bits or in the encoder's dtype, as its parameters say.
 
@@ -686,7 +687,7 @@ def _dense(
       p: the layer's parameters, as in `Encoder`.
       activation: one of `ACTIVATIONS`; empty for none.
       residual: added to the result.
-      levels, layer: as in `dense`, for a layer with a "weight".
+      levels, layer, part: as in `dense`, for a layer with a "weight".
     """
     if "weight" in p:
         x, row_scale = x if isinstance(x, tuple) else (x, None)
@@ -700,6 +701,7 @@ def _dense(
             residual=residual,
             levels=levels,
             layer=layer,
+            part=part,
         )
     assert not isinstance(x, tuple) and levels is None
     y = jnp.matmul(x, p["kernel"])
@@ -710,20 +712,16 @@ def _dense(
     return y if residual is None else residual + y
 
 
-def _parts(
-    p: dict[str, Any], number: int, layer: jax.Array | None = None
-) -> list[tuple[dict[str, Any], jax.Array | None]]:
-    """Returns the parameters of the equal parts of a dense layer, and the number of each part.
+def _parts(p: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    """Returns the equal parts of a dense layer: arguments `p` and `part` of `_dense`.
 
     Each part has its own product, because attention needs contiguous arrays, and XLA would copy the
-    parts of a single product. The parts of all layers with a "weight" are stacked.
+    parts of a single product.
     """
     if "weight" in p:
-        assert layer is not None
-        stacked = {name: v.reshape(-1, *v.shape[2:]) for name, v in p.items()}
-        return [(stacked, layer * number + i) for i in range(number)]
+        return [{"p": p, "part": i} for i in range(number)]
     kernels, biases = (jnp.split(p[name], number, axis=-1) for name in ("kernel", "bias"))
-    return [({"kernel": k, "bias": b}, None) for k, b in zip(kernels, biases)]
+    return [{"p": {"kernel": k, "bias": b}} for k, b in zip(kernels, biases)]
 
 
 def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig, layer: jax.Array) -> Any:
@@ -731,7 +729,7 @@ def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig, layer: jax.A
     fc1, fc2 = p["fc1"], p["fc2"]
     levels = (fc2["factor"], fc2["shift"]) if "factor" in fc2 else None
     if config.gated:
-        gate, up = (_dense(x, part, layer=i) for part, i in _parts(fc1, 2, layer))
+        gate, up = (_dense(x, **part, layer=layer) for part in _parts(fc1, 2))
         hidden = ACTIVATIONS[config.activation].of_array(gate) * up
     elif "weight" in fc1:
         hidden = _dense(x, fc1, config.activation, levels=levels, layer=layer)

@@ -35,6 +35,7 @@ def dense(
     residual: jax.Array | None = None,
     levels: tuple[jax.Array, jax.Array] | None = None,
     layer: jax.Array | None = None,
+    part: int | None = None,
 ) -> jax.Array:
     """Computes a dense layer.
 
@@ -52,26 +53,35 @@ def dense(
         y * factor + shift rounded to nearest and clipped to [-127, 127], for float8 [-448, 448].
       layer: int32 in [0, layers), if weight, scale, bias and levels have another leading axis, of
         several layers. A kernel reads its layer's parameters in place.
+      part: the number of the part of a layer, if they have yet another axis behind it, of parts
+        that have products of their own.
 
     Returns:
       [..., S, N] bfloat16, or of the dtype of x with `levels`.
     """
     factor, shift = (None, None) if levels is None else levels
+    if layer is not None and part is None:
+        part = 0
+        weight, scale, bias, factor, shift = (
+            None if value is None else jnp.expand_dims(value, 1)
+            for value in (weight, scale, bias, factor, shift)
+        )
     given = dict(row_scale=row_scale, residual=residual, factor=factor, shift=shift)
-    given["layer"] = None if layer is None else layer.reshape(1)
+    if layer is not None:
+        given |= dict(layer=layer.reshape(1), part=jnp.full(1, part, jnp.int32))
     epilogue = Epilogue(
         activation,
         row_scale=row_scale is not None,
         residual=residual is not None,
         levels=levels is not None,
-        stacked=layer is not None,
+        parts=0 if layer is None else weight.shape[1],
     )
     others = (given[name] for name in epilogue.operands)
     return dense_p.bind(x, weight, scale, bias, *others, epilogue=epilogue)
 
 
 def problem_of(x: Any, weight: Any, epilogue: Epilogue) -> Problem:
-    """Returns the problem of x [..., K] and weight [N, K], or [layers, N, K] if it is stacked."""
+    """Returns the problem of x [..., K] and weight [..., N, K]."""
     N, K = weight.shape[-2:]
     return Problem(
         patches=tuple(x.shape),
@@ -110,7 +120,7 @@ ad.primitive_jvps[dense_p] = _differentiate
 
 def _batch(operands, axes, *, epilogue):
     """Makes the mapped axis a leading axis of x, if only operands with rows are mapped."""
-    shared_operands = (*LEVELS, "layer")
+    shared_operands = (*LEVELS, "layer", "part")
     of_rows = [True, False, False, False]
     of_rows += [name not in shared_operands for name in epilogue.operands]
     shared = (axis is None for axis, has_rows in zip(axes, of_rows) if not has_rows)

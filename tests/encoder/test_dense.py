@@ -213,6 +213,12 @@ def test_a_layer_of_several_is_computed_as_alone(dtype):
     rows = jnp.stack([others["row_scale"] for _, others in drawn])
     _, scanned = jax.lax.scan(lambda i, step: (i + 1, of_layer(*step, i)), jnp.int32(0), (xs, rows))
     np.testing.assert_array_equal(scanned, wanted)
+    for part in range(3):  # The same parameters as three parts of one layer.
+        of_parts = [value[None] for value in parameters]
+        more = dict(levels=tuple(value[None] for value in levels)) if in_8_bits else {}
+        more |= dict(layer=jnp.int32(0), part=part)
+        y = dense(xs[part], *of_parts, row_scale=rows[part], **more)
+        np.testing.assert_array_equal(y, wanted[part])
     each = jax.vmap(of_layer)(xs, rows, jnp.arange(3))
     # Products of batches may sum floats in another order.
     error = dict(rtol=0, atol=0) if in_8_bits else dict(rtol=2.0**-7, atol=K * 2.0**-24 * 10)

@@ -91,14 +91,14 @@ class PallasCase:
     def draw(self, seed):
         """Draws operands whose result is exact."""
         from pallas_patch_embed.base.problem import Epilogue
-        from tests.kernels.interpreter import draw_epilogue, draw_operands, stack_layers
+        from tests.kernels.interpreter import draw_epilogue, draw_operands, stack_parts
 
         def draw(seed):
             operands = draw_operands(seed, self.patches, self.N, self.dtype, self.table)
             return (*operands, *draw_epilogue(seed, self.patches, self.N, self.epilogue))
 
-        if Epilogue(*self.epilogue).stacked:
-            return stack_layers([draw(seed + layer) for layer in range(3)], self.epilogue)
+        if parts := Epilogue(*self.epilogue).parts:
+            return stack_parts([draw(seed + part) for part in range(3 * parts)], self.epilogue)
         return draw(seed)
 
 
@@ -162,14 +162,14 @@ CASES = {
     "two blocks, int8 levels, 96 columns of a warpgroup": two(
         (3, 97, 256), 192, INT8, "none", 192, 4, out=INT8, epilogue=("", True, False, True)
     ),
-    "two blocks, float8 levels, the second of three layers": two(
-        (3, 97, 256), 256, FP8, "none", 256, 4, out=FP8, epilogue=("", True, False, True, True)
+    "two blocks, float8 levels, the second layer": two(
+        (3, 97, 256), 256, FP8, "none", 256, 4, out=FP8, epilogue=("", True, False, True, 2)
     ),
-    "one block, an activation, the second of three layers": one(
+    "one block, an activation, the second layer": one(
         (3, 73, 512),
         *(128, BF16, "none", 64, 4),
         stream_weight=True,
-        epilogue=("relu", False, True, False, True),
+        epilogue=("relu", False, True, False, 1),
     ),
     "Hopper, int8": hopper((5, 73, 384), 192, INT8, "shared", 192, 8),
     "Hopper, float8": hopper((9, 97, 256), 128, FP8, "shared", 128, 4),
@@ -182,10 +182,10 @@ CASES = {
         (5, 73, 384), 128, INT8, "none", 128, 4, epilogue=("", True, True)
     ),
     "Hopper, int8 levels": hopper(
-        (3, 73, 256), 128, INT8, "none", 64, 4, out="int8", epilogue=("", True, False, True, True)
+        (3, 73, 256), 128, INT8, "none", 64, 4, out="int8", epilogue=("", True, False, True, 2)
     ),
     "Hopper, float8 levels": hopper(
-        (3, 73, 256), 128, FP8, "none", 128, 4, out=FP8, epilogue=("", True, False, True, True)
+        (3, 73, 256), 128, FP8, "none", 128, 4, out=FP8, epilogue=("", True, False, True, 2)
     ),
     "Hopper, an activation": hopper(
         (3, 73, 512), 128, BF16, "none", 64, 4, stream_weight=True, epilogue=("relu", False, True)

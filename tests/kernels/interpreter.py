@@ -45,16 +45,20 @@ def draw_epilogue(seed, patches, N, epilogue):
         factor=jnp.asarray(np.exp2(rng.integers(-8, -5, N)), jnp.float32),
         shift=jnp.asarray([-3], jnp.float32),
         layer=jnp.asarray([1], jnp.int32),
+        part=jnp.asarray([Epilogue(*epilogue).parts - 1], jnp.int32),
     )
     return tuple(drawn[name] for name in Epilogue(*epilogue).operands)
 
 
-def stack_layers(layers, epilogue):
-    """Stacks the parameters of the operands of several layers, and keeps the arrays of layer 1."""
-    names = ("patches", "weight", "scale", "table", *Epilogue(*epilogue).operands)
+def stack_parts(parts, epilogue):
+    """Stacks the parameters of operands: of all layers' parts, which are in their order."""
+    names, number = ("patches", "weight", "scale", "table"), Epilogue(*epilogue).parts
+    names += Epilogue(*epilogue).operands
     stacked = ("weight", "scale", "table", *LEVELS)
-    of_names = zip(names, zip(*layers), strict=True)
-    return tuple(jnp.stack(v) if name in stacked else v[1] for name, v in of_names)
+    return tuple(
+        jnp.stack(values).reshape(-1, number, *values[0].shape) if name in stacked else values[0]
+        for name, values in zip(names, zip(*parts), strict=True)
+    )
 
 
 def check_wgmma(monkeypatch):

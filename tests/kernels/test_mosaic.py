@@ -42,7 +42,7 @@ CASES = {
     ),
     "Hopper, streamed weight, no table": hopper((3, 40, 256), 64, BF16, "none", 64, 5, 128, True),
     "Hopper, an epilogue": hopper(
-        (2, 72, 128), 64, INT8, "none", 64, 3, epilogue=("relu", True, True, False, True)
+        (2, 72, 128), 64, INT8, "none", 64, 3, epilogue=("relu", True, True, False, 3)
     ),
     "one block, a segment that wraps around the table": one(
         (2, 96, 256), 128, INT8, "shared", 64, 4
@@ -59,7 +59,7 @@ CASES = {
         (3, 72, 256), 128, INT8, "none", 128, 3, epilogue=("relu", True, True)
     ),
     "two blocks, an epilogue": two(
-        (9, 72, 128), 128, BF16, "none", 128, 3, epilogue=("", True, True, False, True)
+        (9, 72, 128), 128, BF16, "none", 128, 3, epilogue=("", True, True, False, 1)
     ),
     "two blocks": two((4, 64, 128), 64, INT8, "shared", 64, 4),
     "two blocks, a tail in the first": two((3, 72, 128), 64, FP8, "shared", 64, 4),

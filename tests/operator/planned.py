@@ -35,8 +35,8 @@ def compute(
       choices: further arguments of the backend's `plan`.
     """
     shapes: list[Any] = [*operands[:4]]
-    if epilogue.stacked:  # A problem is that of one layer.
-        shapes[1:] = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes[1:])
+    if epilogue.parts:  # A problem is that of one part.
+        shapes[1:] = (jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in shapes[1:])
     problem = Problem.of(*shapes, out_dtype=out_dtype, geometry=geometry)
     problem = dataclasses.replace(problem, epilogue=epilogue)
     return backend.plan(problem, target or here(), **choices).run(*operands)

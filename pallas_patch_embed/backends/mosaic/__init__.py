@@ -116,7 +116,7 @@ def _run(
     ) -> jax.Array:
         segments = jnp.asarray(tiling.schedule(problem.table_period))
         patches = patches.reshape(problem.rows, -1)
-        if problem.epilogue.stacked:
+        if problem.epilogue.parts:
             weight, scale, table = weight.reshape(-1, problem.K), scale.ravel(), table.ravel()
             rest = tuple(
                 value.ravel() if name in LEVELS else value

@@ -79,8 +79,8 @@ class Operands(NamedTuple):
 
     Attributes:
       patches: [M, K].
-      weight: [N, K], or the view of it that `RegisterTile.view_weight` returns. Parameters of
-        several layers lie behind one another, here [layers * N, K].
+      weight: [N, K], or the view of it that `RegisterTile.view_weight` returns. If the epilogue has
+        parts, their parameters lie behind one another, here [layers * parts * N, K].
       scale: [N] float32.
       table: [period, N] bfloat16, or [N] float32.
       segments: [workers, R, 4] int32 from `schedule.segments`.
@@ -89,7 +89,7 @@ class Operands(NamedTuple):
       residual: [M, N] bfloat16, if the epilogue has it.
       factor: [N] float32, if the epilogue has levels.
       shift: [1] float32, if the epilogue has levels.
-      layer: [1] int32, if the epilogue is stacked.
+      layer, part: [1] int32, if the epilogue has parts.
     """
 
     patches: Any
@@ -103,6 +103,7 @@ class Operands(NamedTuple):
     factor: Any = None
     shift: Any = None
     layer: Any = None
+    part: Any = None
 
     @classmethod
     def of(cls, epilogue: Epilogue, references: tuple[Any, ...]) -> "Operands":
@@ -167,13 +168,13 @@ def kernel(
 
     def body(*operands, scratch):
         block = lax.axis_index("worker")
-        given = Operands.of(problem.epilogue, operands)
+        given, parts = Operands.of(problem.epilogue, operands), problem.epilogue.parts
         worker(
             *(config, problem, given, scratch),
             memory.views_of(scratch.patches),
             column=lax.rem(block, tiling.slices) * config.tile_n,
             index=lax.div(block, tiling.slices),
-            layer=given.layer[0] if problem.epilogue.stacked else None,
+            part=given.layer[0] * parts + given.part[0] if parts else None,
         ).run(lax.axis_index("warpgroup"))
 
     body.__name__ = name
@@ -221,7 +222,7 @@ class Worker:
       patches: the ring's memory.
       column: first column of this worker's slice of N.
       index: index of this worker among the workers of its slice.
-      layer: number of the layer among those whose parameters are stacked; None if none are.
+      part: number of the part among those of all layers; None if the epilogue has no parts.
     """
 
     config: Any
@@ -231,12 +232,12 @@ class Worker:
     patches: Views
     column: Any
     index: Any
-    layer: Any
+    part: Any
 
     @property
     def weight_row(self):
         """The row of the weight, and index in scale, offsets and factor, of the first column."""
-        return self.column if self.layer is None else self.layer * self.problem.N + self.column
+        return self.column if self.part is None else self.part * self.problem.N + self.column
 
     def for_each_tile(
         self, visit: Callable, begin: Callable | None = lambda table_row: None
@@ -308,7 +309,7 @@ class Worker:
         if epilogue.residual:
             y = y + load["residual"]().astype(jnp.float32)
         if epilogue.levels:
-            shift = self.operands.shift[0 if self.layer is None else self.layer]
+            shift = self.operands.shift[0 if self.part is None else self.part]
             y = to_levels(y * load["factor"]() + shift, self.problem.out_dtype)
         return y
 
