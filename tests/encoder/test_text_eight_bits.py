@@ -193,7 +193,6 @@ def test_layers_that_hurt_stay_in_bfloat16_until_the_cosine_is_reached():
 
 
 def test_without_a_calibration_the_packages_sentences_are_used_with_a_warning(tmp_path):
-    pytest.importorskip("tokenizers")
     path = unpacked("clip", tmp_path)
     with pytest.warns(UserWarning, match="calibrated on 96 sentences of this package") as record:
         found = ppe.load_text_encoder(path, dtype="int8")
