@@ -153,7 +153,7 @@ def _has_tower_of(written: Written, checkpoint: Path) -> bool:
 def _of_text(written: Written, checkpoint: Path, text: str) -> np.ndarray:
     """Returns the embedding of a text."""
     try:
-        embedder = TextEmbedder(checkpoint, batch=1)
+        embedder = TextEmbedder(checkpoint, batch=1, **_precision(written, written.has_texts))
     except ValueError as error:
         raise ValueError(f"{error} To search with a picture, give it with --image.") from error
     (vector,) = embedder.start(embedder.tokenizer([text]))()
@@ -163,18 +163,17 @@ def _of_text(written: Written, checkpoint: Path, text: str) -> np.ndarray:
 def _of_image(written: Written, checkpoint: Path, image: str) -> np.ndarray:
     """Returns the embedding of a picture, which is computed like those of pictures in the output.
 
-    If the output has texts, the options for pictures in its manifest are the defaults.
+    If the output has texts, it is computed in bfloat16, and the other options for pictures in the
+    manifest are the defaults.
     """
     settings = written.settings
     embedder = Embedder(
         checkpoint,
         size=written.options["size"],
         patch_dtype=settings["patch_dtype"],
-        dtype=settings["dtype"],
-        calibration=_calibration(written),
-        min_cosine=settings["min_cosine"],
         output=settings["output"],
         batch=1,
+        **_precision(written, not written.has_texts),
     )
     now = str(embedder.preprocessing)
     if now != settings["preprocessing"] and not written.has_texts:
@@ -197,6 +196,18 @@ def _of_image(written: Written, checkpoint: Path, image: str) -> np.ndarray:
     return vector
 
 
+def _precision(written: Written, same_tower: bool) -> dict[str, Any]:
+    """Returns the precision of a query: the output's if its tower is the same, or bfloat16."""
+    if not same_tower:
+        return {}
+    settings = written.settings
+    return dict(
+        dtype=settings["dtype"],
+        calibration=_calibration(written),
+        min_cosine=settings["min_cosine"],
+    )
+
+
 def _calibration(written: Written) -> str | None:
     """Returns the path of the calibration with which an output was written, if it is in 8 bits."""
     settings = written.settings
@@ -207,7 +218,7 @@ def _calibration(written: Written) -> str | None:
         raise ValueError(
             f"{printable(written.url)} was written with --dtype {settings['dtype']}, but its "
             f"calibration is missing or has changed: {printable(path)}. Restore this file, or "
-            "search with a text."
+            f"search with a {'picture' if written.has_texts else 'text'}."
         )
     return path
 

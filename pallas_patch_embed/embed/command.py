@@ -55,9 +55,6 @@ FOLDER_ONLY: dict[str, Any] = {
 PICTURES_ONLY: dict[str, Any] = {
     "size": None,
     "patch_dtype": "bfloat16",
-    "dtype": "bfloat16",
-    "calibration": None,
-    "min_cosine": None,
     "output": "pooled",
     "image_column": None,
     "allow_truncated": False,
@@ -133,7 +130,7 @@ def run(
             "Use --resize host."
         )
     if options.dtype in EIGHT_BITS:
-        calibration = os.fspath(_calibration(named, checkpoint, options))
+        calibration = os.fspath(_calibration(named, checkpoint, options, texts))
         options = dataclasses.replace(options, calibration=calibration)
     column = options.text_column if texts else options.image_column
     columns = sources.Columns(column, options.id_column, options.keep, texts)
@@ -164,21 +161,23 @@ def run(
             raise ValueError("\n".join([f"There are no {what} in {searched}.", *_advice(left_out)]))
         # A run that is resumed keeps its batch, so that results are rounded equally.
         batch = options.batch or (None if to_npz or options.overwrite else recorded_batch(out))
-        encoder_options: dict[str, Any] = dict(
-            size=options.size,
-            patch_dtype=options.patch_dtype,
+        text_options: dict[str, Any] = dict(
             dtype=options.dtype,
             calibration=options.calibration,
             min_cosine=options.min_cosine,
-            output=options.output,
             normalize=options.normalize,
             batch=batch,
+        )
+        encoder_options = text_options | dict(
+            size=options.size,
+            patch_dtype=options.patch_dtype,
+            output=options.output,
             # On a cluster the nodes that decode also resize.
             resize=options.resize if options.ray is None else "host",
         )
 
         def provenance_for(embedder: AnyEmbedder) -> Provenance:
-            decoder = scales = row = None
+            decoder = row = None
             if isinstance(embedder, TextEmbedder):
                 preprocessing = embedder.preprocessing
             else:
@@ -194,7 +193,6 @@ def run(
                     decoder = jpeg.version()
                 if embedder.row is not None:
                     row = embedder.row._asdict()
-                scales = scales_sha256(embedder.encoder)
             hashed = CheckpointHash(checkpoint, deciding)
             settings = Settings(
                 checkpoint_sha256=hashed.sha256,
@@ -212,7 +210,7 @@ def run(
                 dtype=options.dtype,
                 calibration_sha256=options.calibration and file_sha256(Path(options.calibration)),
                 min_cosine=options.min_cosine,
-                scales_sha256=scales,
+                scales_sha256=scales_sha256(embedder.encoder),
             )
             # On a cluster the driver does not know the devices.
             device = embedder.device_kind if options.ray is None else None
@@ -249,7 +247,7 @@ def run(
             check_devices()
             embedder: AnyEmbedder
             if texts:
-                embedder = TextEmbedder(checkpoint, normalize=options.normalize, batch=batch)
+                embedder = TextEmbedder(checkpoint, **text_options)
             else:
                 embedder = embedder_for(checkpoint)
             output: Output
@@ -281,23 +279,32 @@ def run(
     return progress.missing + sum(left_out[e] for e in left_out if missing_plugin(e))
 
 
-def _calibration(named: str, checkpoint: Path, options: Options) -> Path:
+def _calibration(named: str, checkpoint: Path, options: Options, texts: bool) -> Path:
     """Returns the path of the calibration for an encoder in 8 bits.
 
     It is a file, so that a run that is resumed has the same scales: on another device or with
     another version of jax a calibration is rounded differently.
     """
-    beside = calibration_beside(checkpoint)
-    path = beside if options.calibration is None else calibration_file(options.calibration)
+    tower = "text" if texts else "vision"
+    path = calibration_beside(checkpoint, tower)
+    if options.calibration is not None:
+        path = calibration_file(options.calibration, tower)
     if not path.is_file():
         given = f"--dtype is {options.dtype}"
         if options.calibration is not None:
             given += f" and --calibration is {printable(options.calibration)}"
+        how = (
+            f"pictures with: pallas-patch-embed accuracy --checkpoint {printable(named)} --dtype "
+            f"{options.dtype} --save-calibration FILE photos/"
+        )
+        if texts:
+            how = (
+                "texts in Python: calibrate(load_text_encoder(checkpoint, dtype='float32'), "
+                f"load_tokenizer(checkpoint)(texts), dtype='{options.dtype}').save(FILE)"
+            )
         raise ValueError(
             f"{given}, but there is no file {printable(os.fspath(path))}. Make a calibration of "
-            "some of your pictures with: pallas-patch-embed accuracy --checkpoint "
-            f"{printable(named)} --dtype {options.dtype} --save-calibration FILE photos/. Then "
-            "pass --calibration FILE."
+            f"some of your {how}. Then pass --calibration FILE."
         )
     return path.resolve()
 

@@ -36,8 +36,8 @@ class Options:
     Attributes:
       size: side of the square images in pixels; NaFlex images get at most as many patches as such
         an image. None for the size in the checkpoint.
-      patch_dtype, dtype, calibration, min_cosine: as for `load_encoder`; in 8 bits there must be
-        a file of a calibration.
+      patch_dtype, dtype, calibration, min_cosine: as for `load_encoder`, and of texts as for
+        `load_text_encoder`; in 8 bits there must be a file of a calibration.
       output: what an embedding is, one of OUTPUTS or "layer:N", as for `Embedder`.
       normalize: whether every vector of an embedding is divided by its Euclidean norm.
       embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".

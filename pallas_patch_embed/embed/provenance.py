@@ -13,8 +13,7 @@ import pallas_patch_embed
 from pallas_patch_embed.base.messages import quoted
 from pallas_patch_embed.base.problem import LEVELS
 from pallas_patch_embed.embed.options import Options
-from pallas_patch_embed.encoders.calibration import FILE
-from pallas_patch_embed.encoders.encoder import Encoder
+from pallas_patch_embed.encoders.calibration import FILES, AnyEncoder
 
 # The version of the arithmetic of each patch dtype. A change of the bits of the embeddings, other
 # than by the rounding of another compiler or device, gets a new number. Embeddings with different
@@ -117,7 +116,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def scales_sha256(encoder: Encoder) -> str | None:
+def scales_sha256(encoder: AnyEncoder) -> str | None:
     """Returns a hash of what an encoder in 8 bits rounds with; None for other encoders.
 
     It is that of the smoothed norms, and of the scales and levels of the layers that are in 8 bits,
@@ -184,7 +183,7 @@ def checkpoint_files(checkpoint: Path, deciding: Sequence[str] = DECIDING) -> li
         return sorted(path for path in {checkpoint, *beside} if path.is_file())
     kinds = ("*.json", "*.safetensors", *deciding)
     found = {path for kind in kinds for path in checkpoint.glob(kind)}
-    return sorted(path for path in found if path.is_file() and path.name != FILE)
+    return sorted(path for path in found if path.is_file() and path.name not in FILES.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Embeds texts with the text encoder of a checkpoint."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -14,6 +15,7 @@ from pallas_patch_embed.embed.embedder import Embedder, batch_on_devices, normal
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.preprocessing import Decoded
 from pallas_patch_embed.embed.units import Entry, Picture, SourceEndsError
+from pallas_patch_embed.encoders.calibration import Calibration
 from pallas_patch_embed.encoders.program import BY_CUBLAS
 from pallas_patch_embed.encoders.text_checkpoint import load_text_encoder
 from pallas_patch_embed.encoders.text_encoder import TextEncoder
@@ -30,10 +32,12 @@ class TextEmbedder:
 
     Args:
       checkpoint: path of the checkpoint, with its tokenizer.
+      dtype, calibration, min_cosine: as for `load_text_encoder`.
       normalize: whether each vector is divided by its Euclidean norm.
       batch: number of texts that one device computes at a time, as for `Embedder`.
 
     Attributes:
+      encoder: the encoder, replicated on all devices of this process.
       tokenizer: the tokenizer.
       preprocessing: a description of the tokenizer.
       width: D, the width of an embedding.
@@ -43,8 +47,19 @@ class TextEmbedder:
       OSError, ValueError: the checkpoint cannot be loaded, or its texts are not projected.
     """
 
-    def __init__(self, checkpoint: Path, *, normalize: bool = False, batch: int | None = None):
-        encoder = load_text_encoder(checkpoint)
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        dtype: str = "bfloat16",
+        calibration: Calibration | str | os.PathLike[str] | None = None,
+        min_cosine: float | None = None,
+        normalize: bool = False,
+        batch: int | None = None,
+    ):
+        encoder = load_text_encoder(
+            checkpoint, dtype=dtype, calibration=calibration, min_cosine=min_cosine
+        )
         self.tokenizer = load_tokenizer(checkpoint)
         self.preprocessing = f"{self.tokenizer.length} tokens"
         if encoder.projection is None:
@@ -59,7 +74,7 @@ class TextEmbedder:
         self.device_kind = mesh.devices.flat[0].device_kind
         split, everywhere = PartitionSpec("batch"), PartitionSpec()
         self._split = NamedSharding(mesh, split)
-        self._encoder = jax.device_put(encoder, NamedSharding(mesh, everywhere))
+        self.encoder: TextEncoder = jax.device_put(encoder, NamedSharding(mesh, everywhere))
         self._compute = jax.jit(
             jax.shard_map(_embeds, mesh=mesh, in_specs=(everywhere, split), out_specs=split),
             compiler_options=BY_CUBLAS if cuda_is_installed() else None,
@@ -72,7 +87,7 @@ class TextEmbedder:
           A function that waits for the embeddings and returns them, [n, D] float32.
         """
         padded = np.stack([*ids, *[ids[0]] * (self.rows - len(ids))])
-        computed = self._compute(self._encoder, jax.device_put(padded, self._split))
+        computed = self._compute(self.encoder, jax.device_put(padded, self._split))
 
         def finish() -> np.ndarray:
             result = np.asarray(computed[: len(ids)], np.float32)

@@ -1,4 +1,4 @@
-"""Calibration: what an encoder's layers get on pictures, from which its 8 bits follow."""
+"""Calibration: what an encoder's layers get on examples, from which its 8 bits follow."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from pallas_patch_embed.base.files import written_atomically
 from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.problem import LEVELS
 from pallas_patch_embed.encoders import eight_bits
-from pallas_patch_embed.encoders.config import Config
+from pallas_patch_embed.encoders.config import Config, TextConfig
 from pallas_patch_embed.encoders.eight_bits import Prepared, Statistics, Unit
 from pallas_patch_embed.encoders.encoder import (
     LAYERS,
@@ -38,16 +38,20 @@ from pallas_patch_embed.encoders.encoder import (
     observed_transform,
 )
 from pallas_patch_embed.encoders.naflex import batch_naflex
+from pallas_patch_embed.encoders.text_encoder import TextEncoder, embedded_tokens, ends_of
+from pallas_patch_embed.layers.attention import prefix_mask
 from pallas_patch_embed.layers.norm import quantised
 from pallas_patch_embed.patch_embedding.params import check_dtype
 
 type Array = npt.NDArray[Any]
+type AnyEncoder = Encoder | TextEncoder
 
-# The name of a calibration's file in the folder of a checkpoint.
+# The names of calibrations' files in the folder of a checkpoint, which may have both towers.
 FILE = "calibration.safetensors"
+FILES = {"vision": FILE, "text": "text_calibration.safetensors"}
 FORMAT = "pallas_patch_embed.calibration.1"
 
-# Pictures that are computed at a time, and pictures on which each layer's loss is measured.
+# Examples that are computed at a time, and those on which each layer's loss is measured.
 BATCH, MEASURED = 8, 16
 
 # The crops of the repository's photographs: parts of the shorter side. 3 photographs have 30 crops.
@@ -58,9 +62,10 @@ DEFAULT = "the repository's photographs"
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
-    """What the dense layers of an encoder's blocks get on pictures.
+    """What the dense layers of an encoder's blocks get on pictures, or on texts.
 
-    `calibrate` makes it, and `load_encoder(..., dtype="int8", calibration=...)` needs it.
+    `calibrate` makes it, and `load_encoder(..., dtype="int8", calibration=...)` needs it, or
+    `load_text_encoder`.
 
     Attributes:
       statistics: of the inputs of "qkv", "out", "fc1" and "fc2" in each of L blocks.
@@ -68,9 +73,10 @@ class Calibration:
         of the mean cosine distance of an encoder with all layers in 8 bits that is due to it.
       bfloat16: the mean cosine distance of the encoder in bfloat16 from that in float32.
       weights: [L], a hash of each block's norms: a calibration is of one checkpoint.
-      pictures: number of pictures.
-      source: where the pictures are from.
+      pictures: number of pictures, or of texts.
+      source: where they are from.
       dtype: the dtype of 8 bits for which the losses were measured.
+      tower: "vision", or "text" for that of a text encoder.
     """
 
     statistics: dict[str, Statistics]
@@ -80,11 +86,13 @@ class Calibration:
     pictures: int
     source: str
     dtype: str = "int8"
+    tower: str = "vision"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a safetensors file, or calibration.safetensors in a folder.
+        """Writes a safetensors file, or in a folder calibration.safetensors.
 
-        `load_encoder` finds the latter in the folder of its checkpoint.
+        That of a text encoder is text_calibration.safetensors. `load_encoder` and
+        `load_text_encoder` find these files in the folder of their checkpoint.
         """
         from safetensors.numpy import save
 
@@ -94,22 +102,22 @@ class Calibration:
             for name, x in statistics._asdict().items()
         }
         arrays |= {"losses": self.losses, "weights": self.weights}
-        names = ("bfloat16", "pictures", "source", "dtype")
+        names = ("bfloat16", "pictures", "source", "dtype", "tower")
         about = {name: getattr(self, name) for name in names}
         content = save(arrays, {"format": FORMAT, "calibration": json.dumps(about)})
-        with written_atomically(calibration_file(path)) as file:
+        with written_atomically(calibration_file(path, self.tower)) as file:
             file.write(content)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Calibration":
-        """Reads what `save` wrote.
+    def load(cls, path: str | os.PathLike[str], tower: str = "vision") -> "Calibration":
+        """Reads what `save` wrote, in a folder for this tower.
 
         Raises:
           OSError, ValueError: the file cannot be read, or is not a calibration.
         """
         import safetensors
 
-        file = calibration_file(path)
+        file = calibration_file(path, tower)
         try:
             with safetensors.safe_open(file, "numpy") as stored:
                 metadata = stored.metadata() or {}
@@ -134,16 +142,21 @@ class Calibration:
                 "calibrate(encoder, images).save(path)."
             ) from error
 
-    def of_first(self, blocks: dict[str, Any], config: Config, dtype: str) -> "Calibration":
+    def of_first(
+        self, blocks: dict[str, Any], config: Config | TextConfig, dtype: str
+    ) -> "Calibration":
         """Returns the calibration of the first blocks, after a check that it is of their weights.
 
         Raises:
           ValueError: it is of another checkpoint, or for another dtype.
         """
+        exact = "load_encoder(source, dtype='float32'), images"
+        if isinstance(config, TextConfig):
+            exact = "load_text_encoder(source, dtype='float32'), ids"
         if self.dtype != dtype:
             raise ValueError(
                 f"{self!r} is for {self.dtype}, not {dtype}. Calibrate for this dtype: "
-                f"calibrate(load_encoder(source, dtype='float32'), images, dtype={dtype!r})."
+                f"calibrate({exact}, dtype={dtype!r})."
             )
         L, wanted = config.depth, _hash(blocks)
         shapes = {layer: s.largest.shape[1] for layer, s in self.statistics.items()}
@@ -152,7 +165,7 @@ class Calibration:
         if not fits or not np.array_equal(self.weights[:L], wanted):
             raise ValueError(
                 f"{self!r} is of an encoder with other weights. Calibrate this checkpoint: "
-                "calibrate(load_encoder(source, dtype='float32'), images)."
+                f"calibrate({exact})."
             )
         statistics = {
             layer: Statistics(*(x[:L] for x in s)) for layer, s in self.statistics.items()
@@ -165,7 +178,7 @@ class Calibration:
         """Chooses the layers that stay in bfloat16.
 
         Those with the largest loss for each of their weights stay, as few as the mean cosine over
-        the calibration's pictures allows. The losses of layers add up, as the squares of errors do
+        the calibration's examples allows. The losses of layers add up, as the squares of errors do
         that do not depend on each other.
 
         Raises:
@@ -196,7 +209,8 @@ class Calibration:
         return kept
 
     def __repr__(self) -> str:
-        return f"Calibration({self.pictures} pictures, {self.source})"
+        kind = "texts" if self.tower == "text" else "pictures"
+        return f"Calibration({self.pictures} {kind}, {self.source})"
 
 
 def is_calibration(path: Path) -> bool:
@@ -211,21 +225,24 @@ def is_calibration(path: Path) -> bool:
 
 
 def calibrate(
-    encoder: Encoder,
-    images: AnyArray | Sequence[AnyArray] | None = None,
+    encoder: AnyEncoder,
+    inputs: AnyArray | Sequence[AnyArray] | None = None,
     *,
     dtype: DTypeLike = "int8",
 ) -> Calibration:
-    """Runs an encoder on pictures and records what its layers get, for an encoder in 8 bits.
+    """Runs an encoder on examples and records what its layers get, for an encoder in 8 bits.
 
-    A few hundred pictures like those that the encoder will see are enough. It computes in float32,
-    on the encoder's devices.
+    A few hundred pictures or texts like those that the encoder will see are enough. It computes in
+    float32, on the encoder's devices. Tokens behind the end of a CLIP's text are left out, because
+    no other token attends to them.
 
     Args:
-      encoder: from `load_encoder` with dtype "float32" or "bfloat16", possibly sharded.
-      images: as an encoder takes them, [N, H, W, C]. For a NaFlex encoder a sequence of pictures
-        [H, W, C] uint8, as `batch_naflex` takes them. None for crops of the photographs in this
-        package, with a warning: they are only three.
+      encoder: from `load_encoder` or `load_text_encoder` with dtype "float32" or "bfloat16",
+        possibly sharded.
+      inputs: images as an encoder takes them, [N, H, W, C]; for a NaFlex encoder a sequence of
+        pictures [H, W, C] uint8, as `batch_naflex` takes them; for a text encoder ids [N, L] from
+        the checkpoint's tokenizer. None for crops of the photographs in this package, with a
+        warning: they are only three.
       dtype: "int8" or "float8_e4m3fn", for which it is made.
 
     Returns:
@@ -235,45 +252,51 @@ def calibrate(
       TypeError, ValueError: an argument has another type, shape or value.
     """
     dtype = check_dtype(dtype, "calibrate: dtype", EIGHT_BITS)
-    if not isinstance(encoder, Encoder) or isinstance(encoder.blocks, tuple):
+    if not isinstance(encoder, Encoder | TextEncoder) or isinstance(encoder.blocks, tuple):
         raise TypeError(
             f"calibrate: the encoder is {encoder!r}, expected an Encoder from load_encoder with "
-            "dtype 'float32' or 'bfloat16'."
+            "dtype 'float32' or 'bfloat16', or such a TextEncoder from load_text_encoder."
         )
     source = "given by the user"
-    if images is None:
+    if inputs is None:
+        if isinstance(encoder, TextEncoder):
+            raise TypeError(
+                "calibrate: a text encoder needs the ids of texts like your own, a few hundred: "
+                "calibrate(encoder, load_tokenizer(source)(texts))."
+            )
         source = DEFAULT
         warnings.warn(
             f"calibrate: calibrated on {DEFAULT}, which are three. Pass a few hundred pictures "
             "like your own: calibrate(encoder, images).",
             stacklevel=2,
         )
-        images = photographs(encoder.config)
+        inputs = photographs(encoder.config)
     exact = _in_float32(encoder)
     assert isinstance(exact.blocks, dict)
     total: dict[str, Statistics] | None = None
     tokens = 0.0
-    for batch in _batches(encoder, images):
+    for batch in _batches(encoder, inputs):
         found, number = _statistics(exact, batch)
         total = found if total is None else _sum(total, found)
         tokens += float(number)
     if total is None:
-        raise ValueError("calibrate: there are no images, expected at least one.")
+        raise ValueError("calibrate: there are no images or texts, expected at least one.")
     statistics = {
         layer: Statistics(s.least, s.largest, s.mean / tokens, s.moment / tokens)
         for layer, s in jax.device_get(total).items()
     }
     if not all(np.isfinite(x).all() for s in statistics.values() for x in s):
-        raise ValueError("calibrate: a layer's input is not finite. Check images and weights.")
-    losses, bfloat16 = _losses(exact, statistics, images, dtype)
+        raise ValueError("calibrate: a layer's input is not finite. Check inputs and weights.")
+    losses, bfloat16 = _losses(exact, statistics, inputs, dtype)
     return Calibration(
         statistics=statistics,
         losses=losses,
         bfloat16=bfloat16,
         weights=_hash(jax.device_get({n: exact.blocks[n] for n in ("norm1", "norm2")})),
-        pictures=len(images),
+        pictures=len(inputs),
         source=source,
         dtype=dtype,
+        tower="text" if isinstance(encoder, TextEncoder) else "vision",
     )
 
 
@@ -299,11 +322,12 @@ def photographs(config: Config) -> Any:
     )
 
 
-def vectors(encoder: Encoder, output: EncoderOutput) -> jax.Array:
-    """Returns the vector of each image, [B, P]: the projection, the pooled one, or the mean."""
+def vectors(encoder: AnyEncoder, output: EncoderOutput) -> jax.Array:
+    """Returns the vector of each input, [B, P]: the projection, the pooled one, or the mean."""
     for vector in (output.image_embeds, output.pooler_output):
         if vector is not None:
             return vector
+    assert isinstance(encoder, Encoder)  # Texts are pooled.
     return mean_of_patches(output.last_hidden_state, encoder.config)
 
 
@@ -322,10 +346,10 @@ def cosine_distances(found: Array, exact: Array) -> Array:
     return np.asarray(1 - (found * exact).sum(1) / np.maximum(lengths, 1e-300))
 
 
-def calibration_file(path: str | os.PathLike[str]) -> Path:
+def calibration_file(path: str | os.PathLike[str], tower: str = "vision") -> Path:
     """Returns the file of a calibration that is given by its path, or by that of its folder."""
     path = Path(path)
-    return path / FILE if path.is_dir() else path
+    return path / FILES[tower] if path.is_dir() else path
 
 
 def _hash(blocks: dict[str, Any]) -> Array:
@@ -335,51 +359,63 @@ def _hash(blocks: dict[str, Any]) -> Array:
     return np.array([zlib.crc32(b"".join(x.tobytes() for x in row)) for row in rows], np.int64)
 
 
-def _in_float32(encoder: Encoder) -> Encoder:
-    def cast(x: Any) -> Any:
-        return x.astype(jnp.float32)
-
-    parts = ("blocks", "norm", "head", "first_norm", "projection")
-    cast_parts = {name: jax.tree.map(cast, getattr(encoder, name)) for name in parts}
-    return dataclasses.replace(encoder, dtype="float32", **cast_parts)
+def _parts(encoder: AnyEncoder, *names: str) -> dict[str, Any]:
+    """Returns those of the encoder's fields that it has."""
+    fields = {field.name for field in dataclasses.fields(encoder)}
+    return {name: getattr(encoder, name) for name in names if name in fields}
 
 
-def _batches(encoder: Encoder, images: Any) -> Iterator[tuple[Any, ...]]:
-    """Yields the arguments of `_observed` for a few images at a time, checked."""
-    naflex = encoder.config.naflex
-    longest = 0
-    if naflex:
-        sizes = [np.shape(image) for image in images]
-        patch = encoder.config.patch
+def _in_float32[E: Encoder | TextEncoder](encoder: E) -> E:
+    parts = _parts(encoder, "embedding", "blocks", "norm", "head", "first_norm", "projection")
+    cast = {name: jax.tree.map(lambda x: x.astype("float32"), x) for name, x in parts.items()}
+    return dataclasses.replace(encoder, dtype="float32", **cast)
+
+
+def _batches(encoder: AnyEncoder, inputs: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields the arguments of `_observed` for a few images or texts at a time, checked."""
+    config, longest = encoder.config, 0
+    naflex = config if isinstance(config, Config) and config.naflex else None
+    if naflex is not None:
+        sizes = [np.shape(image) for image in inputs]
+        patch = naflex.patch
         longest = max((h // patch * (w // patch) for h, w, *_ in sizes), default=0)
-    for first in range(0, len(images), BATCH):
-        batch = images[first : first + BATCH]
-        if naflex:
-            patches, shapes, _ = batch_naflex(batch, encoder.config, longest)
+    for first in range(0, len(inputs), BATCH):
+        batch = inputs[first : first + BATCH]
+        if naflex is not None:
+            patches, shapes, _ = batch_naflex(batch, naflex, longest)
             yield patches, shapes
         else:
             yield (encoder.checked(batch),)
 
 
 def _observed(
-    encoder: Encoder, batch: tuple[Any, ...], observe: Observe | None
+    encoder: AnyEncoder, batch: tuple[Any, ...], observe: Observe | None
 ) -> tuple[EncoderOutput, dict[str, Any]]:
+    if isinstance(encoder, TextEncoder):
+        (ids,) = batch
+        x, ends = embedded_tokens(encoder, ids), ends_of(ids, encoder.config)
+        return observed_transform(encoder, x, ends=ends, observe=observe)
     if len(batch) == 1:
         return observed_transform(encoder, embedded_images(encoder, *batch), observe=observe)
     x, lengths = embedded_patches(encoder, *batch), batch[1].prod(1)
     return observed_transform(encoder, x, lengths=lengths, observe=observe)
 
 
+def _lengths(encoder: AnyEncoder, batch: tuple[Any, ...]) -> jax.Array | None:
+    """Returns the numbers [B] of tokens, from the first, that change the vectors; None for all."""
+    if isinstance(encoder, TextEncoder):
+        # Without a causal mask every token changes the one at the end, padding included.
+        return ends_of(batch[0], encoder.config) + 1 if encoder.config.causal else None
+    return None if len(batch) == 1 else batch[1].prod(1)
+
+
 @jax.jit
 def _statistics(
-    encoder: Encoder, batch: tuple[Any, ...]
+    encoder: AnyEncoder, batch: tuple[Any, ...]
 ) -> tuple[dict[str, Statistics], jax.Array]:
     """Computes the statistics of a batch, with sums instead of means, and its number of tokens."""
-    inside = None
-    if len(batch) == 2:
-        patches, shapes = batch
-        index = lax.broadcasted_iota(jnp.int32, patches.shape[:2], 1)
-        inside = index < shapes.prod(1, keepdims=True)
+    lengths = _lengths(encoder, batch)
+    inside = None if lengths is None else prefix_mask(lengths, batch[0].shape[1])
 
     def observe(layer: str, x: jax.Array, _: Any) -> tuple[jax.Array, Statistics]:
         rows = x if inside is None else jnp.where(inside[..., None], x, 0)
@@ -406,12 +442,12 @@ def _sum(total: Any, more: Any) -> dict[str, Statistics]:
 
 
 def _losses(
-    encoder: Encoder, statistics: dict[str, Statistics], images: Any, dtype: str
+    encoder: AnyEncoder, statistics: dict[str, Statistics], inputs: Any, dtype: str
 ) -> tuple[Array, float]:
     """Measures how much each layer in 8 bits, and the encoder in bfloat16, changes the vectors."""
     config = encoder.config
-    chosen = np.unique(np.linspace(0, len(images) - 1, MEASURED).astype(int))
-    some = [images[i] for i in chosen]
+    chosen = np.unique(np.linspace(0, len(inputs) - 1, MEASURED).astype(int))
+    some = [inputs[i] for i in chosen]
     batches = list(_batches(encoder, some if config.naflex else np.stack(some)))
     prepared = eight_bits.prepare(jax.device_get(encoder.blocks), statistics, config, dtype)
     rounded = {layer: _rounded(prepared, layer, config.depth) for layer in LAYERS}
@@ -425,7 +461,7 @@ def _losses(
         found = [_with_rounded(encoder, *arrays, batch, dtype=dtype) for batch in batches]
         return float(cosine_distances(np.concatenate(found), exact).mean())
 
-    def run(encoder: Encoder) -> Array:
+    def run(encoder: AnyEncoder) -> Array:
         return np.concatenate([np.asarray(_vectors(encoder, b), np.float32) for b in batches])
 
     exact = run(encoder)
@@ -435,14 +471,15 @@ def _losses(
     return losses, float(cosine_distances(run(_in_bfloat16(encoder)), exact).mean())
 
 
-def _in_bfloat16(encoder: Encoder) -> Encoder:
+def _in_bfloat16[E: Encoder | TextEncoder](encoder: E) -> E:
     def cast(p: Any) -> Any:
         if not isinstance(p, dict):
             return p if p is None else p.astype(jnp.bfloat16)
         return p if "scale" in p else {name: cast(part) for name, part in p.items()}
 
-    parts = {name: cast(getattr(encoder, name)) for name in ("blocks", "head", "projection")}
-    return dataclasses.replace(encoder, dtype="bfloat16", **parts)
+    parts = _parts(encoder, "embedding", "blocks", "head", "projection")
+    cast_parts = {name: cast(part) for name, part in parts.items()}
+    return dataclasses.replace(encoder, dtype="bfloat16", **cast_parts)
 
 
 def _rounded(prepared: Prepared, layer: str, depth: int) -> dict[str, Array]:
@@ -456,13 +493,13 @@ def _rounded(prepared: Prepared, layer: str, depth: int) -> dict[str, Array]:
 
 
 @jax.jit
-def _vectors(encoder: Encoder, batch: tuple[Any, ...]) -> jax.Array:
+def _vectors(encoder: AnyEncoder, batch: tuple[Any, ...]) -> jax.Array:
     return vectors(encoder, _observed(encoder, batch, None)[0])
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _with_rounded(
-    encoder: Encoder,
+    encoder: AnyEncoder,
     prepared: dict[str, Any],
     levels: dict[str, Any],
     rounded: dict[str, Any],

@@ -25,7 +25,7 @@ from pallas_patch_embed.encoders.arrays import (
     open_safetensors,
     read_json,
 )
-from pallas_patch_embed.encoders.calibration import FILE, Calibration, calibrate
+from pallas_patch_embed.encoders.calibration import FILES, Calibration, calibrate
 from pallas_patch_embed.encoders.config import Config, TextConfig, check_config
 from pallas_patch_embed.encoders.encoder import LAYERS, Encoder
 from pallas_patch_embed.encoders.hub import find_checkpoint
@@ -123,7 +123,7 @@ def load_encoder(
     """
     load = _Load(
         patch_dtype=check_dtype(patch_dtype, "patch_dtype"),
-        **_check_layers_dtype(dtype, calibration, min_cosine),
+        **check_layers_dtype(dtype, calibration, min_cosine),
         config=config,
         interpolation=None if interpolation is None else check_interpolation(interpolation),
         layers=None if layers is None else _check_layers(layers),
@@ -199,7 +199,7 @@ def load_encoder_for_side(
     load = _Load(
         patch_dtype=patch_dtype,
         layers=layers,
-        **_check_layers_dtype(dtype, calibration, min_cosine),
+        **check_layers_dtype(dtype, calibration, min_cosine),
     )
     return load.run(path, lambda config: None if config.naflex else size)
 
@@ -261,21 +261,15 @@ class _Load:
         size: tuple[int, int] | None,
         interpolation: Interpolation,
     ) -> Encoder:
-        calibration, beside = self.calibration, calibration_beside(path)
-        if calibration is None and beside.is_file():
-            calibration = Calibration.load(beside)
+        calibration = self.calibration or calibration_in(path)
         if calibration is None:
             exact = _assemble(weights, config, size, self.patch_dtype, "float32", interpolation)
             calibration = calibrate(exact, dtype=self.dtype)
-        blocks = weights["blocks"]
-        calibration = calibration.of_first(blocks, config, self.dtype)
-        kept = calibration.kept(self.min_cosine, blocks)
-        prepared = eight_bits.prepare(blocks, calibration.statistics, config, self.dtype)
         others = _assemble(
             weights | {"blocks": {}}, config, size, self.patch_dtype, "bfloat16", interpolation
         )
-        runs = eight_bits.runs(prepared, kept, config, LAYERS)
-        return dataclasses.replace(others, blocks=tuple(cast(run, "bfloat16") for run in runs))
+        blocks = in_eight_bits(weights["blocks"], config, self.dtype, calibration, self.min_cosine)
+        return dataclasses.replace(others, blocks=blocks)
 
     def _read(self, path: Path) -> tuple[dict[str, Any], Config, Interpolation]:
         """Returns the arrays in float32, the config, and the library's interpolation."""
@@ -432,22 +426,49 @@ def cast(weights: Any, dtype: str) -> Any:
     return {name: cast(part, dtype) for name, part in weights.items()}
 
 
-def calibration_beside(path: Path) -> Path:
-    """Returns the path at which `load_encoder` looks for the calibration of a checkpoint."""
-    return folder_of(path) / FILE
+def in_eight_bits(
+    blocks: dict[str, Any],
+    config: Config | TextConfig,
+    dtype: str,
+    calibration: Calibration,
+    min_cosine: float | None,
+) -> tuple[dict[str, Any], ...]:
+    """Rounds the blocks of an encoder in float32 to 8 bits, and puts them on the device.
+
+    Raises:
+      ValueError: the calibration is of another encoder or dtype, or does not reach `min_cosine`.
+    """
+    calibration = calibration.of_first(blocks, config, dtype)
+    kept = calibration.kept(min_cosine, blocks)
+    prepared = eight_bits.prepare(blocks, calibration.statistics, config, dtype)
+    runs = eight_bits.runs(prepared, kept, config, LAYERS)
+    return tuple(cast(run, "bfloat16") for run in runs)
 
 
-def _check_layers_dtype(dtype: Any, calibration: Any, min_cosine: Any) -> dict[str, Any]:
-    """Returns the fields of `_Load` for the dtype of the layers; reads the calibration."""
+def calibration_beside(path: Path, tower: str = "vision") -> Path:
+    """Returns the path at which an encoder's calibration is looked for beside its checkpoint."""
+    return folder_of(path) / FILES[tower]
+
+
+def calibration_in(path: Path, tower: str = "vision") -> Calibration | None:
+    """Reads the calibration beside a checkpoint; None if there is none."""
+    beside = calibration_beside(path, tower)
+    return Calibration.load(beside) if beside.is_file() else None
+
+
+def check_layers_dtype(
+    dtype: Any, calibration: Any, min_cosine: Any, tower: str = "vision"
+) -> dict[str, Any]:
+    """Returns the dtype of the layers, the calibration and `min_cosine`; reads the calibration."""
     dtype = check_dtype(dtype, "dtype", LAYER_DTYPES)
     if dtype not in EIGHT_BITS and (calibration is not None or min_cosine is not None):
         names = " or ".join(map(repr, EIGHT_BITS))
         raise ValueError(
-            f"load_encoder: dtype is {dtype!r}, but calibration and min_cosine are for {names}. "
-            f"Leave them out, or choose such a dtype."
+            f"dtype is {dtype!r}, but calibration and min_cosine are for {names}. Leave them out, "
+            "or choose such a dtype."
         )
     if calibration is not None and not isinstance(calibration, Calibration):
-        calibration = Calibration.load(calibration)
+        calibration = Calibration.load(calibration, tower)
     return dict(dtype=dtype, calibration=calibration, min_cosine=min_cosine)
 
 

@@ -260,6 +260,7 @@ class TextConfig:
 
     # What the transformer asks a `Config` for and no text encoder has.
     gated: ClassVar[bool] = False
+    naflex: ClassVar[bool] = False
     layer_scale: ClassVar[bool] = False
     norm_after_pooling: ClassVar[bool] = False
     without_bias: ClassVar[tuple[str, ...]] = ()

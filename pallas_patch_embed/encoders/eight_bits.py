@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pallas_patch_embed.base.dtypes import TABLE
-from pallas_patch_embed.encoders.config import Config
+from pallas_patch_embed.encoders.config import Config, TextConfig
 
 type Array = npt.NDArray[Any]
 
@@ -100,7 +100,10 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config, dtype: str
+    blocks: dict[str, Any],
+    statistics: dict[str, Statistics],
+    config: Config | TextConfig,
+    dtype: str,
 ) -> Prepared:
     """Pads the hidden layer, smooths the inputs of layers, and computes their static scales."""
     limit = TABLE[dtype].largest
@@ -173,7 +176,9 @@ def _above_most_units(hidden: Statistics, kernel: Array, limit: float) -> Array:
     return np.stack(found)[best, np.arange(len(best))]
 
 
-def _pad_hidden(blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config) -> None:
+def _pad_hidden(
+    blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config | TextConfig
+) -> None:
     """Makes the width of the hidden layer a multiple of MULTIPLE. The new units are 0."""
     more = -config.mlp % MULTIPLE
     fc1, parts = blocks["fc1"], 2 if config.gated else 1
@@ -274,7 +279,10 @@ def _gains(covariance: Array) -> Array:
 
 
 def runs(
-    prepared: Prepared, kept: Collection[Unit], config: Config, layers: tuple[str, ...]
+    prepared: Prepared,
+    kept: Collection[Unit],
+    config: Config | TextConfig,
+    layers: tuple[str, ...],
 ) -> tuple[dict[str, Any], ...]:
     """Returns the blocks of an encoder in 8 bits, whose layers `kept` are in float32."""
     patterns = [

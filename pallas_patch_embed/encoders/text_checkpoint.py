@@ -1,14 +1,15 @@
 """Loads text encoders, and the scale and bias of similarities, from the files of `load_encoder`."""
 
+import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.typing import DTypeLike
 
-from pallas_patch_embed.base.dtypes import OUT_DTYPES
+from pallas_patch_embed.base.dtypes import EIGHT_BITS
 from pallas_patch_embed.base.messages import quoted
 from pallas_patch_embed.encoders import big_vision, hugging_face
 from pallas_patch_embed.encoders.arrays import (
@@ -18,12 +19,22 @@ from pallas_patch_embed.encoders.arrays import (
     open_npz,
     open_safetensors,
 )
-from pallas_patch_embed.encoders.checkpoint import TITLES, cast, given_config, json_beside
+from pallas_patch_embed.encoders.calibration import Calibration, calibrate
+from pallas_patch_embed.encoders.checkpoint import (
+    TITLES,
+    calibration_in,
+    cast,
+    check_layers_dtype,
+    given_config,
+    in_eight_bits,
+    json_beside,
+)
 from pallas_patch_embed.encoders.config import TextConfig
 from pallas_patch_embed.encoders.hub import find_checkpoint
 from pallas_patch_embed.encoders.names import read_text_encoder
+from pallas_patch_embed.encoders.sentences import SENTENCES
 from pallas_patch_embed.encoders.text_encoder import TextEncoder
-from pallas_patch_embed.patch_embedding.params import check_dtype
+from pallas_patch_embed.encoders.tokenizer import load_tokenizer
 
 # A config as the user may give it.
 type GivenConfig = TextConfig | Mapping[str, Any] | str | os.PathLike[str]
@@ -34,6 +45,8 @@ def load_text_encoder(
     *,
     dtype: DTypeLike = "bfloat16",
     config: GivenConfig | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+    min_cosine: float | None = None,
 ) -> TextEncoder:
     """Loads the text encoder of a SigLIP, SigLIP2 or CLIP checkpoint.
 
@@ -42,17 +55,24 @@ def load_text_encoder(
 
     Args:
       source: the folder, file or name on the Hugging Face hub, as for `load_encoder`.
-      dtype: dtype of all layers: "bfloat16" or "float32".
+      dtype: dtype of all layers: "bfloat16", "float32", "int8" or "float8_e4m3fn". With the last
+        two the dense layers of the blocks compute in 8 bits, and all others, the table of tokens
+        and results are bfloat16, as for `load_encoder` (docs/eight_bits.md).
       config: replacement for the config.json: a TextConfig, the contents of a config.json, or its
         path. Big_vision's arrays need none.
+      calibration: for 8 bits: from `calibrate` of this text encoder, or the path of its file. None
+        for text_calibration.safetensors in the checkpoint's folder; without it the encoder is
+        calibrated on 96 sentences of this package with the checkpoint's tokenizer, with a warning.
+      min_cosine: for 8 bits: as for `load_encoder`, over the calibration's texts.
 
     Returns:
       TextEncoder.
 
     Raises:
       FileNotFoundError, OSError, TypeError, ValueError: as for `load_encoder`.
+      ImportError: there is no calibration, and the library that reads the tokenizer is missing.
     """
-    return _load(source, dtype, config, None)
+    return _load(source, dtype, config, calibration, min_cosine, None)
 
 
 def load_siglip_text(
@@ -60,31 +80,66 @@ def load_siglip_text(
     *,
     dtype: DTypeLike = "bfloat16",
     config: GivenConfig | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+    min_cosine: float | None = None,
 ) -> TextEncoder:
     """Loads the text encoder of a SigLIP or SigLIP2 checkpoint, and refuses others.
 
     Otherwise it is `pallas_patch_embed.load_text_encoder`, with the same arguments and exceptions.
     """
-    return _load(source, dtype, config, "siglip")
+    return _load(source, dtype, config, calibration, min_cosine, "siglip")
 
 
 def _load(
     source: str | os.PathLike[str],
     dtype: DTypeLike,
     config: GivenConfig | None,
+    calibration: Calibration | str | os.PathLike[str] | None,
+    min_cosine: float | None,
     family: str | None,
 ) -> TextEncoder:
-    dtype = check_dtype(dtype, "dtype", OUT_DTYPES)
+    given = check_layers_dtype(dtype, calibration, min_cosine, "text")
     path = find_checkpoint(os.fspath(source))
     try:
         weights, found = _read(path, given_config(config, TextConfig), family)
+        if given["dtype"] not in EIGHT_BITS:
+            return _assemble(weights, found, given["dtype"])
+        if given["calibration"] is None:
+            given["calibration"] = calibration_in(path, "text") or _on_sentences(
+                path, _assemble(weights, found, "float32"), given["dtype"]
+            )
+        others = _assemble(weights | {"blocks": {}}, found, "bfloat16")
+        blocks = in_eight_bits(weights["blocks"], found, **given)
+        return dataclasses.replace(others, blocks=blocks)
     except ValueError as error:
         raise ValueError(f"load_text_encoder: {str(path)!r}: {error}") from error
-    positions = jax.device_put(weights.pop("positions"))
+
+
+def _assemble(weights: dict[str, Any], config: TextConfig, dtype: str) -> TextEncoder:
     parts: dict[str, Any] = {
-        name: None if part is None else cast(part, dtype) for name, part in weights.items()
+        name: None if part is None else cast(part, "float32" if name == "positions" else dtype)
+        for name, part in weights.items()
     }
-    return TextEncoder(positions=positions, config=found, dtype=dtype, **parts)
+    return TextEncoder(config=config, dtype=dtype, **parts)
+
+
+def _on_sentences(path: Path, exact: TextEncoder, dtype: str) -> Calibration:
+    """Calibrates on the sentences of this package, which the checkpoint's tokenizer reads."""
+    try:
+        tokenizer = load_tokenizer(path)
+    except ValueError as error:
+        raise ValueError(
+            f"dtype is {dtype!r}, but there is no calibration, and no tokenizer with which to "
+            f"make one on this package's sentences: {error} Pass calibration=."
+        ) from error
+    warnings.warn(
+        f"load_text_encoder: calibrated on {len(SENTENCES)} sentences of this package. Pass a few "
+        "hundred texts like your own: "
+        "calibration=calibrate(load_text_encoder(source, dtype='float32'), tokenizer(texts)).",
+        stacklevel=4,
+    )
+    found = calibrate(exact, tokenizer(SENTENCES), dtype=dtype)
+    return dataclasses.replace(found, source="this package's sentences")
 
 
 def _read(

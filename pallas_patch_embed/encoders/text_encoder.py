@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import TextConfig
-from pallas_patch_embed.encoders.encoder import check_layers, transform
+from pallas_patch_embed.encoders.encoder import check_layers, described_layers, transform
 from pallas_patch_embed.encoders.program import Program
 
 
@@ -48,15 +48,15 @@ class TextEncoder:
     Attributes:
       embedding: [V, D] in `dtype`.
       positions: [length, D] float32.
-      blocks, norm: as in `Encoder`.
+      blocks, norm: as in `Encoder`, also in 8 bits.
       projection: {"kernel" [D, P]}, with "bias" [P] for SigLIP; None if there is none.
       config: TextConfig, which is static.
-      dtype: "bfloat16" or "float32", which is static.
+      dtype: "bfloat16" or "float32", which is static: that of all that is not in 8 bits.
     """
 
     embedding: jax.Array
     positions: jax.Array
-    blocks: dict[str, Any]
+    blocks: dict[str, Any] | tuple[dict[str, Any], ...]
     norm: dict[str, jax.Array]
     projection: dict[str, jax.Array] | None
     config: TextConfig
@@ -82,14 +82,20 @@ class TextEncoder:
         Raises:
           TypeError, ValueError: an argument has another type, shape or value.
         """
-        ids = as_array(ids, "text encoder: ids")
-        _check_ids(ids, self.config)
+        ids = self.checked(ids)
         kept = check_layers(layers, self.config.depth)
         return _encode(self, ids, kept=kept, rows=math.prod(ids.shape))
 
+    def checked(self, ids: AnyArray) -> jax.Array | np.ndarray:
+        """Returns ids [B, L], after a check of dtype, shape and values."""
+        ids = as_array(ids, "text encoder: ids")
+        _check_ids(ids, self.config)
+        return ids
+
     def __repr__(self) -> str:
         size = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self))
-        return f"TextEncoder({self.dtype}, {size:,} parameters, {self.config})"
+        layers = described_layers(self.blocks)
+        return f"TextEncoder({self.dtype}, {layers}{size:,} parameters, {self.config})"
 
 
 CHILDREN = ("embedding", "positions", "blocks", "norm", "projection")
@@ -156,8 +162,8 @@ def _check_ids(ids: Any, config: TextConfig) -> None:
         )
 
 
-@Program
-def _encode(encoder: TextEncoder, ids: jax.Array, kept: tuple[int, ...]) -> TextOutput:
+def embedded_tokens(encoder: TextEncoder, ids: jax.Array) -> jax.Array:
+    """Returns what the first block of a text encoder gets, [B, L, D]."""
     # On a mesh with explicit axes a gather has to be told the sharding of its result.
     sharding = jax.typeof(ids).sharding
     tokens = encoder.embedding.at[ids].get(
@@ -166,7 +172,13 @@ def _encode(encoder: TextEncoder, ids: jax.Array, kept: tuple[int, ...]) -> Text
         out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None)),
     )
     x = tokens.astype(jnp.float32) + encoder.positions[None, : ids.shape[1]]
-    y = transform(encoder, x.astype(encoder.dtype), kept=kept, ends=_ends(ids, encoder.config))
+    return x.astype(encoder.dtype)
+
+
+@Program
+def _encode(encoder: TextEncoder, ids: jax.Array, kept: tuple[int, ...]) -> TextOutput:
+    ends = ends_of(ids, encoder.config)
+    y = transform(encoder, embedded_tokens(encoder, ids), kept=kept, ends=ends)
     pooled, projected = y.pooler_output, y.image_embeds
     if encoder.config.family == "siglip":
         pooled = projected
@@ -174,7 +186,7 @@ def _encode(encoder: TextEncoder, ids: jax.Array, kept: tuple[int, ...]) -> Text
     return TextOutput(y.last_hidden_state, pooled, projected, y.hidden_states)
 
 
-def _ends(ids: jax.Array, config: TextConfig) -> jax.Array:
+def ends_of(ids: jax.Array, config: TextConfig) -> jax.Array:
     """Returns the positions [B] of the tokens that summarise the texts [B, L]."""
     match config.pooling:
         case "end":

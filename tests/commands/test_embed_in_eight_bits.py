@@ -1,4 +1,4 @@
-"""`embed`, `search` and `Embedder` with encoders in 8 bits."""
+"""`embed`, `search` and `Embedder` with encoders of pictures and of texts in 8 bits."""
 
 import dataclasses
 import functools
@@ -15,9 +15,10 @@ from pallas_patch_embed.commands import cli
 from pallas_patch_embed.embed import Decoder, Embedder, command, provenance
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.provenance import file_sha256, scales_sha256
-from pallas_patch_embed.encoders.calibration import FILE
+from pallas_patch_embed.encoders.calibration import FILE, FILES
 from tests.commands.shard_folders import by_id
 from tests.encoder.test_families import FAMILIES
+from tests.encoder.text_goldens import unpacked
 
 MODEL = FAMILIES / "clip_whole"
 
@@ -167,8 +168,12 @@ def test_a_calibration_beside_the_checkpoint_changes_no_other_output(root, tmp_p
         (dict(calibration="nowhere"), ["photos"], "calibration and min_cosine are for"),
         (dict(min_cosine=0.9), ["photos"], "calibration and min_cosine are for"),
         (dict(dtype="float8_e4m3fn", calibration="first"), ["photos"], "is for int8, not float8"),
-        (dict(dtype="int8"), ["texts.txt"], "--dtype is for pictures, but texts are embedded"),
-        (dict(min_cosine=0.9), ["texts.txt"], "--min-cosine is for pictures"),
+        (
+            dict(dtype="int8"),
+            ["texts.txt"],
+            r"text_calibration.safetensors'?\. .*load_text_encoder",
+        ),
+        (dict(min_cosine=0.9), ["texts.txt"], "calibration and min_cosine are for"),
     ],
 )
 def test_what_has_no_path_in_8_bits_is_refused(root, tmp_path, options, inputs, text):
@@ -193,3 +198,102 @@ def test_a_picture_is_searched_with_the_same_scales(root, tmp_path, capsys):
     calibration.unlink()
     assert cli.main(search) == 2
     assert "its calibration is missing or has changed" in capsys.readouterr().err
+
+
+# Texts.
+
+TEXTS = ["a red car", "a cat", "An astronaut in space!", "two dogs"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Returns a folder with a checkpoint of both towers, texts, and a calibration of each tower."""
+    root = tmp_path_factory.mktemp("texts")
+    model = unpacked("clip", root).rename(root / "model")
+    (root / "texts.txt").write_text("\n".join(TEXTS))
+    exact = ppe.load_text_encoder(model, dtype="float32")
+    ppe.calibrate(exact, ppe.load_tokenizer(model)(TEXTS)).save(root / "texts.safetensors")
+    return root
+
+
+def embedded_texts(root, **options):
+    """Returns the embeddings that the public functions compute, in batches of the same size."""
+    encoder = ppe.load_text_encoder(root / "model", **options)
+    ids = ppe.load_tokenizer(root / "model")(TEXTS)
+    found = [encoder(ids[i : i + 2]).text_embeds for i in range(0, len(ids), 2)]
+    return np.concatenate([np.asarray(x, np.float32) for x in found])
+
+
+def test_texts_are_embedded_in_8_bits_and_searched_in_the_precision_of_the_output(
+    texts, tmp_path, capsys
+):
+    calibration = tmp_path / "texts.safetensors"
+    shutil.copy(texts / "texts.safetensors", calibration)
+    given = dict(dtype="int8", calibration=str(calibration))
+    out = tmp_path / "out"
+    assert embed(texts, out, inputs=["texts.txt"], **given) == 0
+    found, wanted = by_id(out), embedded_texts(texts, **given)
+    for i, vector in enumerate(wanted):
+        np.testing.assert_array_equal(found[f"{texts}/texts.txt#{i}"], vector)
+    in_bfloat16 = embedded_texts(texts)
+    assert (wanted != in_bfloat16).any()
+    settings = settings_of(out)
+    assert (settings["tower"], settings["dtype"]) == ("text", "int8")
+    assert settings["calibration_sha256"] == file_sha256(calibration)
+    encoder = ppe.load_text_encoder(texts / "model", **given)
+    assert settings["scales_sha256"] == scales_sha256(encoder)
+    # A text that is in the output is found with a cosine of 1.
+    search = cli.parse(["x", "search", "--checkpoint", f"{texts}/model", str(out), "a cat"])
+    search.json = True
+    capsys.readouterr()
+    assert cli.main(search) == 0
+    best = json.loads(capsys.readouterr().out)[0]
+    assert best["id"].endswith("texts.txt#1") and best["cosine"] > 1 - 1e-5
+    calibration.unlink()
+    assert cli.main(search) == 2
+    assert "Restore this file, or search with a picture." in capsys.readouterr().err
+
+
+@pytest.mark.slow("compiles the encoders again")
+def test_texts_in_8_bits_are_resumed_and_precisions_are_not_mixed(texts, tmp_path):
+    model = shutil.copytree(texts / "model", tmp_path / "model")
+    assert embed(texts, tmp_path / "plain", model=model, inputs=["texts.txt"]) == 0
+    out, inputs = tmp_path / "out", ["texts.txt"]
+    given = dict(dtype="int8", calibration=str(texts / "texts.safetensors"))
+    assert embed(texts, out, model=model, inputs=inputs, **given) == 0
+    with pytest.raises(ValueError, match="dtype was 'int8' and is now 'bfloat16'"):
+        embed(texts, out, model=model, inputs=inputs)
+    # The calibration is also found beside the checkpoint, and changes no other output.
+    shutil.copy(texts / "texts.safetensors", model / FILES["text"])
+    assert embed(texts, out, model=model, inputs=inputs, dtype="int8") == 0
+    assert embed(texts, tmp_path / "plain", model=model, inputs=inputs) == 0
+    assert len(by_id(out)) == len(by_id(tmp_path / "plain")) == len(TEXTS)
+
+
+@pytest.mark.slow("compiles the encoders again")
+def test_a_query_of_the_other_tower_is_in_bfloat16(texts, tmp_path, capsys):
+    """Neither needs the calibration of the other tower."""
+    (texts / "photos").mkdir(exist_ok=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
+    for i, image in enumerate(pixels):
+        Image.fromarray(image).save(texts / "photos" / f"{i}.png")
+    vision = ppe.calibrate(ppe.load_encoder(texts / "model", dtype="float32"), pixels)
+    vision.save(tmp_path / "vision.safetensors")
+    given = dict(dtype="int8", calibration=str(tmp_path / "vision.safetensors"))
+    assert embed(texts, tmp_path / "pictures", **given) == 0
+    given["calibration"] = str(texts / "texts.safetensors")
+    assert embed(texts, tmp_path / "texts", inputs=["texts.txt"], **given) == 0
+    (picture,) = ppe.load_encoder(texts / "model")(pixels[:1]).image_embeds
+    for out, query, vector in (
+        ("pictures", ["a red car"], embedded_texts(texts)[0]),
+        ("texts", ["--image", f"{texts}/photos/0.png"], np.asarray(picture, np.float32)),
+    ):
+        line = ["x", "search", "--checkpoint", f"{texts}/model", str(tmp_path / out), *query]
+        capsys.readouterr()
+        assert cli.main(cli.parse([*line, "--json"])) == 0
+        stored = by_id(tmp_path / out)
+        for each in json.loads(capsys.readouterr().out):
+            other = stored[each["id"]]
+            cosine = other @ vector / np.linalg.norm(other) / np.linalg.norm(vector)
+            # 20 products and sums in float32, three times.
+            assert each["cosine"] == pytest.approx(float(cosine), abs=2**-18)
