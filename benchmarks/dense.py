@@ -29,7 +29,7 @@ from pallas_patch_embed.layers import dense, norm
 
 
 class Layer(NamedTuple):
-    """A dense layer [M, K] x [N, K] with its epilogue in 8 bits."""
+    """A dense layer [M, K] x [parts, N, K] with its epilogue in 8 bits."""
 
     K: int
     N: int
@@ -41,10 +41,10 @@ def layers(D: int, hidden: int) -> dict[str, Layer]:
     hidden = -(-hidden // 128) * 128
     gelu = "gelu_pytorch_tanh"
     return {
-        "query": Layer(D, D, Epilogue(row_scale=True)),
-        "out": Layer(D, D, Epilogue(residual=True)),
-        "fc1": Layer(D, hidden, Epilogue(gelu, row_scale=True, levels=True)),
-        "fc2": Layer(hidden, D, Epilogue(residual=True)),
+        "qkv": Layer(D, D, Epilogue(row_scale=True, parts=3)),
+        "out": Layer(D, D, Epilogue(residual=True, parts=1)),
+        "fc1": Layer(D, hidden, Epilogue(gelu, row_scale=True, levels=True, parts=1)),
+        "fc2": Layer(hidden, D, Epilogue(residual=True, parts=1)),
     }
 
 
@@ -60,10 +60,11 @@ MOST_MOVED = 1e-3
 
 
 def draw(M: int, layer: Layer, dtype: str) -> dict[str, jax.Array]:
-    """Draws x, weight, scale, bias and the operands of the epilogue."""
+    """Draws x, weight, scale, bias and the operands of the epilogue, which has a single layer."""
+    parts = 1, layer.epilogue.parts
     keys = iter(jax.random.split(jax.random.key(0), 8))
     x = jax.random.normal(next(keys), (M, layer.K), jnp.bfloat16)
-    weight = jax.random.normal(next(keys), (layer.N, layer.K), jnp.bfloat16)
+    weight = jax.random.normal(next(keys), (*parts, layer.N, layer.K), jnp.bfloat16)
     step = 1.0
     if dtype != "bfloat16":
         step = 1 / 40
@@ -73,23 +74,27 @@ def draw(M: int, layer: Layer, dtype: str) -> dict[str, jax.Array]:
     operands = dict(
         x=x.astype(dtype),
         weight=weight.astype(dtype),
-        scale=jnp.full((layer.N,), step**2 / layer.K**0.5, jnp.float32),
-        bias=jax.random.normal(next(keys), (layer.N,)),
+        scale=jnp.full((*parts, layer.N), step**2 / layer.K**0.5, jnp.float32),
+        bias=jax.random.normal(next(keys), (*parts, layer.N)),
         row_scale=jax.random.uniform(next(keys), (M,), minval=0.5, maxval=2),
         residual=jax.random.normal(next(keys), (M, layer.N), jnp.bfloat16),
-        factor=jax.random.uniform(next(keys), (layer.N,), minval=30, maxval=50),
-        shift=jnp.full(1, -20, jnp.float32),
+        factor=jax.random.uniform(next(keys), (*parts, layer.N), minval=30, maxval=50),
+        shift=jnp.full((*parts, 1), -20, jnp.float32),
+        layer=jnp.zeros(1, jnp.int32),
     )
     names = ("x", "weight", "scale", "bias", *layer.epilogue.operands)
     return {name: operands[name] for name in names}
 
 
-def by_cublas(x: Any, weight: Any, bias: Any, residual: Any, *, activation: str) -> jax.Array:
-    """Computes a layer in bfloat16 as the encoder does, with a weight [K, N]."""
-    y = jnp.matmul(x, weight) + bias[None]
-    if activation:
-        y = ACTIVATIONS[activation].of_array(y)
-    return y if residual is None else residual + y
+def by_cublas(x: Any, weights: Any, biases: Any, residual: Any, *, activation: str) -> Any:
+    """Computes the parts of a layer in bfloat16 as the encoder does, with weights [K, N]."""
+    found = []
+    for weight, bias in zip(weights, biases):
+        y = jnp.matmul(x, weight) + bias[None]
+        if activation:
+            y = ACTIVATIONS[activation].of_array(y)
+        found.append(y if residual is None else residual + y)
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def contenders(M: int, layer: Layer, target: Target, *, every: bool) -> dict[str, Any]:
@@ -101,8 +106,9 @@ def contenders(M: int, layer: Layer, target: Target, *, every: bool) -> dict[str
             epilogue = epilogue._replace(row_scale=False, levels=False)
         operands = draw(M, layer._replace(epilogue=epilogue), dtype)
         if dtype == "bfloat16":
-            transposed = operands["weight"].T.copy()
-            bias, residual = operands["bias"].astype(dtype), operands.get("residual")
+            transposed = tuple(weight.T.copy() for weight in operands["weight"][0])
+            bias = tuple(operands["bias"][0].astype(dtype))
+            residual = operands.get("residual")
             function = functools.partial(by_cublas, activation=epilogue.activation)
             jitted = jax.jit(function, compiler_options=BY_CUBLAS)
             arguments = (operands["x"], transposed, bias, residual)
@@ -120,11 +126,14 @@ def contenders(M: int, layer: Layer, target: Target, *, every: bool) -> dict[str
 
 def check(compared: dict[str, Any]) -> None:
     """Compares the kernel's results with those of the formula."""
-    for name, y in results_of(compared):
+    for name, found in results_of(compared):
         dtype, program = name.split(" ", 1)
         if program in ("cublas", "formula"):
             continue
-        wanted = compared[f"{dtype} formula"]()
+        y, wanted = (
+            jnp.stack(jax.tree.leaves(results))
+            for results in (found, compared[f"{dtype} formula"]())
+        )
         difference = jnp.abs(y.astype(jnp.float32) - wanted.astype(jnp.float32))
         if y.dtype == jnp.int8:
             wrong = difference.max() > 1 or (difference > 0).mean() > MOST_MOVED
@@ -168,7 +177,7 @@ def main() -> None:
     for model in chosen.models:
         M, parts = MODELS[model]
         M = chosen.rows or M
-        groups: dict[str, Any] = {"norm": lambda M=M, parts=parts: norms(M, parts["query"].K)}
+        groups: dict[str, Any] = {"norm": lambda M=M, parts=parts: norms(M, parts["qkv"].K)}
         for name, layer in parts.items():
             groups[name] = functools.partial(contenders, M, layer, target, every=chosen.all_configs)
         for name, make in groups.items():

@@ -197,8 +197,8 @@ def config_of[C](kind: type[C], fields: Mapping[str, Any]) -> C:
 
 
 def flatten_leading_axes(
-    problem: Problem, operands: tuple[jax.Array, ...], compute: Callable[..., jax.Array]
-) -> jax.Array:
+    problem: Problem, operands: tuple[jax.Array, ...], compute: Callable[..., Any]
+) -> Any:
     """Calls a kernel whose result has a single axis of rows, for operands with leading axes.
 
     Args:
@@ -208,12 +208,15 @@ def flatten_leading_axes(
         It is not called if there are no rows.
 
     Returns:
-      [..., S, N].
+      [..., S, N]; a tuple of them if the epilogue has several parts.
     """
     source, weight, scale, table, *others = operands
-    shape = (*problem.patches[:-1], problem.N)
+    outputs = problem.outputs
+    shape = (*problem.patches[:-1], problem.N // outputs)
     if problem.rows == 0:
-        return jnp.zeros(shape, problem.out_dtype)
+        empty = jnp.zeros(shape, problem.out_dtype)
+        return empty if outputs == 1 else (empty,) * outputs
     if problem.has_table:
         table = table.reshape(problem.table_period, problem.N)
-    return compute(source, weight, scale, table, *others).reshape(shape)
+    found = compute(source, weight, scale, table, *others)
+    return jax.tree.map(lambda y: y.reshape(shape), found)

@@ -67,7 +67,7 @@ def run(
     *others: jax.Array,
     out_dtype: str,
     epilogue: Epilogue = NO_EPILOGUE,
-) -> jax.Array:
+) -> Any:
     """Computes the operator.
 
     y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n])
@@ -85,21 +85,29 @@ def run(
       epilogue: that of a dense layer.
 
     Returns:
-      [..., S, N] of out_dtype, rounded once. The accumulator is exact int32 for int8, float32 for
-      float32 (at Precision.HIGHEST) and bfloat16, and that of the platform's matrix product for
-      float8.
+      [..., S, N] of out_dtype, rounded once; a tuple of them for several parts. The accumulator is
+      exact int32 for int8, float32 for float32 (at Precision.HIGHEST) and bfloat16, and that of the
+      platform's matrix product for float8.
     """
     given = dict(zip(epilogue.operands, others, strict=True))
     if epilogue.parts:
+        layer = given.pop("layer")[0]
+        of_one = functools.partial(run, out_dtype=out_dtype, epilogue=epilogue._replace(parts=0))
 
-        def of_part(parameter: jax.Array) -> jax.Array:
-            for name in ("layer", "part"):
-                index = given[name][0]
-                parameter = jax.lax.dynamic_index_in_dim(parameter, index, keepdims=False)
-            return parameter
+        def of_part(part: int, *parameters: jax.Array) -> list[jax.Array]:
+            return [
+                jax.lax.dynamic_index_in_dim(p, layer, keepdims=False)[part] for p in parameters
+            ]
 
-        weight, scale, table = map(of_part, (weight, scale, table))
-        given |= {name: of_part(given[name]) for name in LEVELS if name in given}
+        found = [
+            of_one(
+                patches,
+                *of_part(part, weight, scale, table),
+                *(of_part(part, v)[0] if name in LEVELS else v for name, v in given.items()),
+            )
+            for part in range(epilogue.parts)
+        ]
+        return found[0] if epilogue.parts == 1 else tuple(found)
     exact = patches.dtype == jnp.int8
     precision = jax.lax.Precision.HIGHEST if patches.dtype == jnp.float32 else None
     accumulator = jnp.matmul(

@@ -82,9 +82,9 @@ class Epilogue(NamedTuple):
       residual: whether a residual is added, [M, N] bfloat16.
       levels: whether the result is in 8 bits, with factor [N] and shift [1] float32.
       parts: if not 0, weight, scale, table, factor and shift have two further leading axes, of
-        layers and of this number of parts, and the operands `layer` and `part`, [1] int32 each,
-        choose one. Kernels read its parameters in place; XLA would copy them in front of each call
-        (base/lowering.py).
+        layers and of this number of parts, and the operand `layer`, [1] int32, chooses a layer,
+        whose parameters kernels read in place. (XLA would copy them in front of each call, see
+        base/lowering.py.) There is a result [M, N] for each part; the problem's N is the sum.
     """
 
     activation: str = ""
@@ -97,7 +97,7 @@ class Epilogue(NamedTuple):
     def operands(self) -> tuple[str, ...]:
         """The names of its operands, in their order."""
         names = {"row_scale": ["row_scale"], "residual": ["residual"], "levels": LEVELS}
-        names["parts"] = ["layer", "part"]
+        names["parts"] = ["layer"]
         return tuple(name for field in names if getattr(self, field) for name in names[field])
 
 
@@ -189,8 +189,13 @@ class Problem:
 
     @property
     def N(self) -> int:
-        """Width of the embedding."""
+        """Width of the embedding; of a dense layer with parts, of all results together."""
         return self.weight[-2]
+
+    @property
+    def outputs(self) -> int:
+        """Number of results, which share the N columns equally."""
+        return max(self.epilogue.parts, 1)
 
     @property
     def has_table(self) -> bool:

@@ -487,7 +487,7 @@ def observed_transform(
             return observed(next_layer, y)
 
         y = norm("norm1", "qkv", x)
-        q, k, v = (_dense(y, **part, layer=row) for part in _parts(p["qkv"], 3))
+        q, k, v = _parts(y, p["qkv"], 3, row)
         if rotation is not None:
             q, k = (_rotated(part, rotation, config) for part in (q, k))
         attended = observed("out", _attention(q, k, v, config, padding))
@@ -570,7 +570,7 @@ def _pooled(encoder: Encoder, x: jax.Array, padding: dict[str, Any]) -> jax.Arra
             assert head is not None
             # The tokens in front are left out, as in timm; SigLIP has none.
             tokens = x[:, config.prefix :]
-            k, v = (of_images(_dense(tokens, **part)) for part in _parts(head["kv"], 2))
+            k, v = map(of_images, _parts(tokens, head["kv"], 2))
             # The query is computed from k, so that it has the same sharding along the batch.
             query = 0 * k[:, :1] + _row(head["query"], k)
             pooled = _dense(_attention(query, k, v, config, padding), head["out"])
@@ -678,8 +678,7 @@ def _dense(
     residual: jax.Array | None = None,
     levels: tuple[jax.Array, jax.Array] | None = None,
     layer: jax.Array | None = None,
-    part: int | None = None,
-) -> jax.Array:
+) -> Any:
     """Computes a dense layer in 8 bits or in the encoder's dtype, as its parameters say.
 
     Args:
@@ -687,7 +686,7 @@ def _dense(
       p: the layer's parameters, as in `Encoder`.
       activation: one of `ACTIVATIONS`; empty for none.
       residual: added to the result.
-      levels, layer, part: as in `dense`, for a layer with a "weight".
+      levels, layer: as in `dense`, for a layer with a "weight".
     """
     if "weight" in p:
         x, row_scale = x if isinstance(x, tuple) else (x, None)
@@ -701,7 +700,6 @@ def _dense(
             residual=residual,
             levels=levels,
             layer=layer,
-            part=part,
         )
     assert not isinstance(x, tuple) and levels is None
     y = jnp.matmul(x, p["kernel"])
@@ -712,16 +710,18 @@ def _dense(
     return y if residual is None else residual + y
 
 
-def _parts(p: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """Returns the equal parts of a dense layer: arguments `p` and `part` of `_dense`.
+def _parts(
+    x: Any, p: dict[str, Any], number: int, layer: jax.Array | None = None
+) -> list[jax.Array]:
+    """Computes the equal parts of a dense layer, each an array of its own.
 
-    Each part has its own product, because attention needs contiguous arrays, and XLA would copy the
-    parts of a single product.
+    Each "kernel" has its own product, because attention needs contiguous arrays, and XLA would copy
+    the parts of a single product.
     """
     if "weight" in p:
-        return [{"p": p, "part": i} for i in range(number)]
+        return list(_dense(x, p, layer=layer))
     kernels, biases = (jnp.split(p[name], number, axis=-1) for name in ("kernel", "bias"))
-    return [{"p": {"kernel": k, "bias": b}} for k, b in zip(kernels, biases)]
+    return [_dense(x, {"kernel": k, "bias": b}) for k, b in zip(kernels, biases)]
 
 
 def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig, layer: jax.Array) -> Any:
@@ -729,7 +729,7 @@ def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig, layer: jax.A
     fc1, fc2 = p["fc1"], p["fc2"]
     levels = (fc2["factor"], fc2["shift"]) if "factor" in fc2 else None
     if config.gated:
-        gate, up = (_dense(x, **part, layer=layer) for part in _parts(fc1, 2))
+        gate, up = _parts(x, fc1, 2, layer)
         hidden = ACTIVATIONS[config.activation].of_array(gate) * up
     elif "weight" in fc1:
         hidden = _dense(x, fc1, config.activation, levels=levels, layer=layer)

@@ -7,6 +7,7 @@ because XLA would gather the operands of a kernel. Products of int8 are exact in
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.problem import LEVELS, Epilogue, Problem
 
 dense_p = Primitive("dense")
+dense_p.multiple_results = True
 dense_p.def_impl(functools.partial(apply_primitive, dense_p))
 
 
@@ -35,8 +37,7 @@ def dense(
     residual: jax.Array | None = None,
     levels: tuple[jax.Array, jax.Array] | None = None,
     layer: jax.Array | None = None,
-    part: int | None = None,
-) -> jax.Array:
+) -> Any:
     """Computes a dense layer.
 
         y[m, n] = activation(sum_k x[m, k] weight[n, k] * scale[n] * row_scale[m] + bias[n])
@@ -48,27 +49,27 @@ def dense(
       scale, bias: [N] float32.
       activation: one of `ACTIVATIONS`; empty for none.
       row_scale: [..., S] float32.
-      residual: [..., S, N] bfloat16.
+      residual: [..., S, N] bfloat16, not for several parts.
       levels: factor [N] and shift [1] float32, only for x in 8 bits: the result has the dtype of x,
         y * factor + shift rounded to nearest and clipped to [-127, 127], for float8 [-448, 448].
       layer: int32 in [0, layers), if weight, scale, bias and levels have another leading axis, of
-        several layers. A kernel reads its layer's parameters in place.
-      part: the number of the part of a layer, if they have yet another axis behind it, of parts
-        that have products of their own.
+        several layers. A kernel reads its layer's parameters in place. They may have yet another
+        axis behind it, of parts, each with a result of its own.
 
     Returns:
-      [..., S, N] bfloat16, or of the dtype of x with `levels`.
+      [..., S, N] bfloat16, or of the dtype of x with `levels`; a tuple of them for parts.
     """
     factor, shift = (None, None) if levels is None else levels
-    if layer is not None and part is None:
-        part = 0
+    has_parts = weight.ndim == 4
+    if has_parts and residual is not None:
+        raise ValueError("dense: a residual cannot be added to the results of several parts.")
+    if layer is not None and not has_parts:
         weight, scale, bias, factor, shift = (
             None if value is None else jnp.expand_dims(value, 1)
             for value in (weight, scale, bias, factor, shift)
         )
     given = dict(row_scale=row_scale, residual=residual, factor=factor, shift=shift)
-    if layer is not None:
-        given |= dict(layer=layer.reshape(1), part=jnp.full(1, part, jnp.int32))
+    given["layer"] = None if layer is None else layer.reshape(1)
     epilogue = Epilogue(
         activation,
         row_scale=row_scale is not None,
@@ -77,12 +78,14 @@ def dense(
         parts=0 if layer is None else weight.shape[1],
     )
     others = (given[name] for name in epilogue.operands)
-    return dense_p.bind(x, weight, scale, bias, *others, epilogue=epilogue)
+    found = dense_p.bind(x, weight, scale, bias, *others, epilogue=epilogue)
+    return tuple(found) if has_parts else found[0]
 
 
 def problem_of(x: Any, weight: Any, epilogue: Epilogue) -> Problem:
-    """Returns the problem of x [..., K] and weight [..., N, K]."""
-    N, K = weight.shape[-2:]
+    """Returns the problem of x [..., K] and weight [N, K], or [layers, parts, N, K]."""
+    *leading, N, K = weight.shape
+    N *= math.prod(leading[1:])
     return Problem(
         patches=tuple(x.shape),
         weight=(N, K),
@@ -99,20 +102,23 @@ def _out_dtype(x: Any, epilogue: Epilogue) -> str:
     return jnp.dtype(x.dtype).name if epilogue.levels else "bfloat16"
 
 
-def formula(*operands: jax.Array, epilogue: Epilogue) -> jax.Array:
+def formula(*operands: jax.Array, epilogue: Epilogue) -> Any:
     """Computes `dense` by XLA; the operands are those of the primitive."""
     return xla.run(*operands, out_dtype=_out_dtype(operands[0], epilogue), epilogue=epilogue)
 
 
+def _formula(*operands: jax.Array, epilogue: Epilogue) -> list[jax.Array]:
+    return jax.tree.leaves(formula(*operands, epilogue=epilogue))
+
+
 @dense_p.def_abstract_eval
 def _result_type(*operands, epilogue):
-    (result,) = jax.make_jaxpr(functools.partial(formula, epilogue=epilogue))(*operands).out_avals
-    return result
+    return jax.make_jaxpr(functools.partial(_formula, epilogue=epilogue))(*operands).out_avals
 
 
 def _differentiate(primals, tangents, *, epilogue):
     tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(functools.partial(formula, epilogue=epilogue), primals, tangents)
+    return jax.jvp(functools.partial(_formula, epilogue=epilogue), primals, tangents)
 
 
 ad.primitive_jvps[dense_p] = _differentiate
@@ -120,12 +126,13 @@ ad.primitive_jvps[dense_p] = _differentiate
 
 def _batch(operands, axes, *, epilogue):
     """Makes the mapped axis a leading axis of x, if only operands with rows are mapped."""
-    shared_operands = (*LEVELS, "layer", "part")
+    shared_operands = (*LEVELS, "layer")
     of_rows = [True, False, False, False]
     of_rows += [name not in shared_operands for name in epilogue.operands]
     shared = (axis is None for axis, has_rows in zip(axes, of_rows) if not has_rows)
     if not all(shared):
-        return jax.vmap(functools.partial(formula, epilogue=epilogue), axes)(*operands), 0
+        found = jax.vmap(functools.partial(_formula, epilogue=epilogue), axes)(*operands)
+        return found, [0] * len(found)
     (size,) = {x.shape[axis] for x, axis in zip(operands, axes) if axis is not None}
     moved = [
         x
@@ -135,14 +142,15 @@ def _batch(operands, axes, *, epilogue):
         else jnp.moveaxis(x, axis, 0)
         for x, axis, has_rows in zip(operands, axes, of_rows)
     ]
-    return dense_p.bind(*moved, epilogue=epilogue), 0
+    found = dense_p.bind(*moved, epilogue=epilogue)
+    return found, [0] * len(found)
 
 
 batching.primitive_batchers[dense_p] = _batch
 
 
 def _lower(ctx, *operands, epilogue):
-    lower = mlir.lower_fun(functools.partial(formula, epilogue=epilogue), multiple_results=False)
+    lower = mlir.lower_fun(functools.partial(_formula, epilogue=epilogue), multiple_results=True)
     return lower(ctx, *operands)
 
 
@@ -153,8 +161,12 @@ def _lower_for_cuda(ctx, *operands, epilogue):
     x, weight, *_ = ctx.avals_in
     problem = problem_of(x, weight, epilogue)
     plan = choose(problem, target, None).plan
+
+    def compute(*operands):
+        return jax.tree.leaves(plan.run(*operands))
+
     with lowering.on_one_device(ctx) as plain:
-        return mlir.lower_fun(plan.run, multiple_results=False)(plain, *operands)
+        return mlir.lower_fun(compute, multiple_results=True)(plain, *operands)
 
 
 mlir.register_lowering(dense_p, _lower)

@@ -35,17 +35,16 @@ def spills(name: str, folder) -> dict[str, int]:
         for layer, (K, N, epilogue) in parts.items():
             for dtype in EIGHT_BITS if epilogue.levels else ("int8",):
                 x = jax.ShapeDtypeStruct((M, K), dtype)
-                weight = jax.ShapeDtypeStruct((LAYERS, 1, N, K), dtype)
-                row = jax.ShapeDtypeStruct((LAYERS, 1, N), "float32")
+                stacked = LAYERS, epilogue.parts
+                weight = jax.ShapeDtypeStruct((*stacked, N, K), dtype)
+                row = jax.ShapeDtypeStruct((*stacked, N), "float32")
                 others = dict(
                     row_scale=jax.ShapeDtypeStruct((M,), "float32"),
                     residual=jax.ShapeDtypeStruct((M, N), "bfloat16"),
                     factor=row,
-                    shift=jax.ShapeDtypeStruct((LAYERS, 1, 1), "float32"),
+                    shift=jax.ShapeDtypeStruct((*stacked, 1), "float32"),
                     layer=jax.ShapeDtypeStruct((1,), "int32"),
-                    part=jax.ShapeDtypeStruct((1,), "int32"),
                 )
-                epilogue = epilogue._replace(parts=1)
                 operands = [x, weight, row, row, *(others[name] for name in epilogue.operands)]
                 plan = backend.plan(problem_of(x, weight, epilogue), Target("cuda", chip))
                 program = offline_compile.compile_offline(plan.run, operands, chip, folder)

@@ -191,6 +191,13 @@ def stacked_arrays(dtype):
     return drawn, [*map(jnp.stack, zip(*parameters))], [*map(jnp.stack, zip(*levels))]
 
 
+def assert_same_layer(y, wanted):
+    """Other programs may sum floats in another order; integers are equal."""
+    error = dict(rtol=2.0**-7, atol=K * 2.0**-24 * 10) if y.dtype == jnp.bfloat16 else dict(rtol=0)
+    y, wanted = (np.asarray(x, np.float32) for x in (y, wanted))
+    np.testing.assert_allclose(y, wanted, **error)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_a_layer_of_several_is_computed_as_alone(dtype):
     drawn, parameters, levels = stacked_arrays(dtype)
@@ -213,27 +220,46 @@ def test_a_layer_of_several_is_computed_as_alone(dtype):
     rows = jnp.stack([others["row_scale"] for _, others in drawn])
     _, scanned = jax.lax.scan(lambda i, step: (i + 1, of_layer(*step, i)), jnp.int32(0), (xs, rows))
     np.testing.assert_array_equal(scanned, wanted)
-    for part in range(3):  # The same parameters as three parts of one layer.
-        of_parts = [value[None] for value in parameters]
-        more = dict(levels=tuple(value[None] for value in levels)) if in_8_bits else {}
-        more |= dict(layer=jnp.int32(0), part=part)
-        y = dense(xs[part], *of_parts, row_scale=rows[part], **more)
-        np.testing.assert_array_equal(y, wanted[part])
     each = jax.vmap(of_layer)(xs, rows, jnp.arange(3))
-    # Products of batches may sum floats in another order.
-    error = dict(rtol=0, atol=0) if in_8_bits else dict(rtol=2.0**-7, atol=K * 2.0**-24 * 10)
-    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (each, wanted)), **error)
+    for y, expected in zip(each, wanted, strict=True):
+        assert_same_layer(y, expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_the_parts_of_a_layer_have_results_of_their_own(dtype):
+    drawn, parameters, levels = stacked_arrays(dtype)
+    x, row_scale = drawn[0][0]["x"], drawn[0][1]["row_scale"]
+    in_8_bits = dtype == "int8"
+    wanted = [
+        dense(x, *own, row_scale=row_scale, levels=tuple(of_levels) if in_8_bits else None)
+        for *own, of_levels in zip(*parameters, zip(*levels))
+    ]
+    # The three parts of the second of two layers.
+    of_parts = [jnp.stack([-value, value]) for value in parameters]
+    of_levels = tuple(jnp.stack([-value, value]) for value in levels)
+
+    def parts(x, row_scale, weight=of_parts[0]):
+        more = dict(row_scale=row_scale, levels=of_levels if in_8_bits else None)
+        return dense(x, weight, *of_parts[1:], **more, layer=jnp.int32(1))
+
+    mapped = jax.vmap(parts, (None, None, 0))(x, row_scale, of_parts[0][None])
+    for found in (parts(x, row_scale), jax.vmap(parts)(x, row_scale), [y[0] for y in mapped]):
+        for y, expected in zip(found, wanted, strict=True):
+            assert_same_layer(y, expected)
+    with pytest.raises(ValueError, match="residual"):
+        dense(x, *of_parts, residual=wanted[0], layer=jnp.int32(1))
 
 
 def test_a_program_copies_no_parameters_of_a_layer(monkeypatch):
-    _, parameters, levels = stacked_arrays("int8")
+    _, parameters, _ = stacked_arrays("int8")
+    parts = [jnp.stack([value, value]) for value in parameters]
     arrays, others = draw()
 
     def of_layer(x, row_scale, layer):
-        return dense(x, *parameters, row_scale=row_scale, layer=layer, levels=tuple(levels))
+        return dense(x, *parts, row_scale=row_scale, layer=layer)
 
     monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
-    traced = jax.jit(of_layer).trace(arrays["x"], others["row_scale"], jnp.int32(2))
+    traced = jax.jit(of_layer).trace(arrays["x"], others["row_scale"], jnp.int32(1))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1
     assert not re.search(r"stablehlo\.\w*(slice|gather)", text)

@@ -247,11 +247,16 @@ def emulated(stem: Path, case: PallasCase, operands, **options):
     def make(config, tiling, problem, interpret, trace):
         def run(*arguments):
             arrays = [np.asarray(x) for x in arguments]
-            result = ((problem.rows, problem.N), jnp.dtype(problem.out_dtype))
-            machine, (address,) = mosaic.prepare(stem, arrays, [result], **options)
+            shape = (problem.rows, problem.N // problem.outputs)
+            results = [(shape, jnp.dtype(problem.out_dtype))] * problem.outputs
+            machine, addresses = mosaic.prepare(stem, arrays, results, **options)
             machines.append(machine)
             machine.launch()
-            return jnp.asarray(machine.memory.read(address, *result))
+            found = [
+                jnp.asarray(machine.memory.read(address, *result))
+                for address, result in zip(addresses, results)
+            ]
+            return found[0] if problem.outputs == 1 else tuple(found)
 
         return run
 

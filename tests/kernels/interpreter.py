@@ -45,7 +45,6 @@ def draw_epilogue(seed, patches, N, epilogue):
         factor=jnp.asarray(np.exp2(rng.integers(-8, -5, N)), jnp.float32),
         shift=jnp.asarray([-3], jnp.float32),
         layer=jnp.asarray([1], jnp.int32),
-        part=jnp.asarray([Epilogue(*epilogue).parts - 1], jnp.int32),
     )
     return tuple(drawn[name] for name in Epilogue(*epilogue).operands)
 
@@ -217,7 +216,8 @@ def interpreted(backend, operands, out_dtype, target, config, **choices):
                 interpret=plgpu.InterpretGPUParams(
                     detect_races=True, num_tma_threads_per_device=ASYNCHRONOUS
                 ),
-            ).block_until_ready()
+            )
+            jax.block_until_ready(y)
         except Exception as error:
             if watch.deadlock:
                 raise TimeoutError("deadlock: all threads wait for each other") from error

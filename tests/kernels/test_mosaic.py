@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from pallas_patch_embed.backends import xla
@@ -42,7 +43,7 @@ CASES = {
     ),
     "Hopper, streamed weight, no table": hopper((3, 40, 256), 64, BF16, "none", 64, 5, 128, True),
     "Hopper, an epilogue": hopper(
-        (2, 72, 128), 64, INT8, "none", 64, 3, epilogue=("relu", True, True, False, 3)
+        (2, 72, 128), 64, INT8, "none", 64, 3, epilogue=("relu", True, False, False, 3)
     ),
     "one block, a segment that wraps around the table": one(
         (2, 96, 256), 128, INT8, "shared", 64, 4
@@ -127,7 +128,8 @@ def test_interpreted_it_equals_xla_without_a_race(monkeypatch, name, out_dtype):
         pytest.skip(two_blocks.UNKNOWN)
     operands, epilogue = case.draw(len(name)), Epilogue(*case.epilogue)
     y = interpreted(case.served_by, operands, out_dtype, target, case.chosen, epilogue=epilogue)
-    assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype, epilogue=epilogue))
+    wanted = xla.run(*operands, out_dtype=out_dtype, epilogue=epilogue)
+    jax.tree.map(assert_bit_equal, y, wanted)
 
 
 @pytest.mark.parametrize("backend, chip", [(SM90, H200), (SM100, B200)], ids=["sm90", "sm100"])

@@ -35,8 +35,12 @@ def compute(
       choices: further arguments of the backend's `plan`.
     """
     shapes: list[Any] = [*operands[:4]]
-    if epilogue.parts:  # A problem is that of one part.
-        shapes[1:] = (jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in shapes[1:])
+    if parts := epilogue.parts:  # A problem has the columns of all parts of a layer.
+        weight, *rows = (x.shape[2:] for x in shapes[1:])
+        of_layer = ((parts * weight[0], weight[1]), *((parts * row[0],) for row in rows))
+        shapes[1:] = (
+            jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(of_layer, shapes[1:])
+        )
     problem = Problem.of(*shapes, out_dtype=out_dtype, geometry=geometry)
     problem = dataclasses.replace(problem, epilogue=epilogue)
     return backend.plan(problem, target or here(), **choices).run(*operands)

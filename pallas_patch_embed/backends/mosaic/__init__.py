@@ -106,14 +106,12 @@ class MosaicBackend:
         return chip
 
 
-def _run(
-    problem: Problem, tiling: Tiling, make: Callable[[], Any], *operands: jax.Array
-) -> jax.Array:
+def _run(problem: Problem, tiling: Tiling, make: Callable[[], Any], *operands: jax.Array) -> Any:
     """Calls the kernel that `make` returns."""
 
     def compute(
         patches: jax.Array, weight: jax.Array, scale: jax.Array, table: jax.Array, *rest: jax.Array
-    ) -> jax.Array:
+    ) -> Any:
         segments = jnp.asarray(tiling.schedule(problem.table_period))
         patches = patches.reshape(problem.rows, -1)
         if problem.epilogue.parts:

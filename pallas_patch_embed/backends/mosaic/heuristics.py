@@ -17,14 +17,15 @@ from pallas_patch_embed.base.problem import Problem
 
 
 def slice_widths(problem: Problem, widths: tuple[int, ...]) -> list[int]:
-    """Returns the widths that divide N.
+    """Returns the widths that divide the N of each result.
 
     Raises:
-      NotImplementedError: no width divides N.
+      NotImplementedError: no width divides it.
     """
-    found = [n for n in widths if problem.N % n == 0]
+    N = problem.N // problem.outputs
+    found = [n for n in widths if N % n == 0]
     if not found:
-        raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
+        raise NotImplementedError(f"N is {N}, expected a multiple of 64.")
     return found
 
 

@@ -66,18 +66,19 @@ class RegisterTile(layouts.RegisterTile):
     def pinned(self, group: jax.Array) -> jax.Array:
         return group
 
-    def store_rows(self, target, row, column, g: int, group: jax.Array, *, inside: bool) -> None:
-        M = target.shape[0]
+    def store_rows(self, targets, number, column, row, g: int, group: jax.Array, *, inside) -> None:
+        M = targets[0].shape[0]
         columns = pl.ds(column + g * self.group, self.group)
+        for i, target in enumerate(targets):
 
-        @pl.when(row + self.rows <= M)
-        def whole():
-            target[pl.ds(row, self.rows), columns] = group
+            @pl.when((number == i) & (row + self.rows <= M))
+            def whole(target=target):
+                target[pl.ds(row, self.rows), columns] = group
 
-        @pl.when((row < M) & (row + self.rows > M))
-        def tail():
-            left = M % self.rows
-            target[pl.ds(row, left), columns] = group[:left]
+            @pl.when((number == i) & (row < M) & (row + self.rows > M))
+            def tail(target=target):
+                left = M % self.rows
+                target[pl.ds(row, left), columns] = group[:left]
 
 
 class TensorTile(layouts.TensorTile):

@@ -41,9 +41,10 @@ SPANS = 64
 
 def check_slice(tile_n: int, problem: Problem) -> None:
     """Refuses a slice of N whose width is not a multiple of 64 or does not divide N."""
-    if tile_n < 64 or tile_n % 64 or problem.N % tile_n:
+    N = problem.N // problem.outputs
+    if tile_n < 64 or tile_n % 64 or N % tile_n:
         raise NotImplementedError(
-            f"tile_n is {tile_n}, expected a multiple of 64 that divides N = {problem.N}."
+            f"tile_n is {tile_n}, expected a multiple of 64 that divides N = {N}."
         )
 
 
@@ -79,17 +80,17 @@ class Operands(NamedTuple):
 
     Attributes:
       patches: [M, K].
-      weight: [N, K], or the view of it that `RegisterTile.view_weight` returns. If the epilogue has
-        parts, their parameters lie behind one another, here [layers * parts * N, K].
+      weight: [N, K], or the view of it that `RegisterTile.view_weight` returns. Parameters of
+        several layers lie behind one another, here [layers * N, K].
       scale: [N] float32.
       table: [period, N] bfloat16, or [N] float32.
       segments: [workers, R, 4] int32 from `schedule.segments`.
-      y: [M, N].
+      y: the results, each [M, N / outputs].
       row_scale: [M] float32, if the epilogue has it.
       residual: [M, N] bfloat16, if the epilogue has it.
       factor: [N] float32, if the epilogue has levels.
       shift: [1] float32, if the epilogue has levels.
-      layer, part: [1] int32, if the epilogue has parts.
+      layer: [1] int32, if the epilogue has parts.
     """
 
     patches: Any
@@ -97,20 +98,18 @@ class Operands(NamedTuple):
     scale: Any
     table: Any
     segments: Any
-    y: Any
+    y: tuple[Any, ...]
     row_scale: Any = None
     residual: Any = None
     factor: Any = None
     shift: Any = None
     layer: Any = None
-    part: Any = None
 
     @classmethod
     def of(cls, epilogue: Epilogue, references: tuple[Any, ...]) -> "Operands":
-        """Makes operands of the references of a kernel, of which the result is the last."""
-        *given, y = references
+        """Makes operands of the references of a kernel, of which the results are the last."""
         names = ("patches", "weight", "scale", "table", "segments", *epilogue.operands)
-        return cls(**dict(zip(names, given, strict=True)), y=y)
+        return cls(**dict(zip(names, references)), y=references[len(names) :])
 
 
 def trace_bytes(warpgroups: int) -> int:
@@ -168,22 +167,24 @@ def kernel(
 
     def body(*operands, scratch):
         block = lax.axis_index("worker")
-        given, parts = Operands.of(problem.epilogue, operands), problem.epilogue.parts
+        given = Operands.of(problem.epilogue, operands)
         worker(
             *(config, problem, given, scratch),
             memory.views_of(scratch.patches),
             column=lax.rem(block, tiling.slices) * config.tile_n,
             index=lax.div(block, tiling.slices),
-            part=given.layer[0] * parts + given.part[0] if parts else None,
+            layer=given.layer[0] if problem.epilogue.parts else None,
         ).run(lax.axis_index("warpgroup"))
 
     body.__name__ = name
+    shape = problem.rows, problem.N // problem.outputs
+    result = jax.ShapeDtypeStruct(shape, problem.out_dtype)
     # The plgpu.kernel of jax 0.11 does not accept a cost estimate.
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         options["cost_estimate"] = cost(problem)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype),
+        out_type=result if problem.outputs == 1 else (result,) * problem.outputs,
         grid=(tiling.workers * tiling.slices,),
         grid_names=("worker",),
         thread_name="warpgroup",
@@ -222,7 +223,7 @@ class Worker:
       patches: the ring's memory.
       column: first column of this worker's slice of N.
       index: index of this worker among the workers of its slice.
-      part: number of the part among those of all layers; None if the epilogue has no parts.
+      layer: number of the layer; None if the operands are those of one layer.
     """
 
     config: Any
@@ -232,12 +233,20 @@ class Worker:
     patches: Views
     column: Any
     index: Any
-    part: Any
+    layer: Any
 
     @property
     def weight_row(self):
         """The row of the weight, and index in scale, offsets and factor, of the first column."""
-        return self.column if self.part is None else self.part * self.problem.N + self.column
+        return self.column if self.layer is None else self.layer * self.problem.N + self.column
+
+    @property
+    def result_place(self) -> tuple[Any, Any]:
+        """The number of the result to which this slice belongs, and its first column there."""
+        if self.problem.outputs == 1:
+            return 0, self.column
+        N = self.problem.N // self.problem.outputs
+        return lax.div(self.column, N), lax.rem(self.column, N)
 
     def for_each_tile(
         self, visit: Callable, begin: Callable | None = lambda table_row: None
@@ -309,7 +318,8 @@ class Worker:
         if epilogue.residual:
             y = y + load["residual"]().astype(jnp.float32)
         if epilogue.levels:
-            shift = self.operands.shift[0 if self.part is None else self.part]
+            first = 0 if self.layer is None else self.layer * self.problem.outputs
+            shift = self.operands.shift[first + self.result_place[0]]
             y = to_levels(y * load["factor"]() + shift, self.problem.out_dtype)
         return y
 

@@ -123,15 +123,26 @@ def load_row_values(values, row, kind):
     return loaded(values, row)
 
 
-def _addresses(array, row, column, layout, shape, *, period: int | None = None, skip: int = 0):
+def _pointer(arrays, number):
+    """Returns the address of one of several arrays, by its number."""
+    first, *others = map(mgpu.utils.memref_ptr, arrays)
+    for i, other in enumerate(others, 1):
+        is_it = arith.cmpi(arith.CmpIPredicate.eq, number.registers.item(), _i32(i))
+        first = arith.select(is_it, other, first)
+    return first
+
+
+def _addresses(
+    array, row, column, layout, shape, *, period: int | None = None, skip: int = 0, base=None
+):
     """Yields the row and the address in global memory of each register of a thread.
 
     The tile begins at `row` and `column + skip` of an array [rows, columns]. If `period` is given,
-    rows are taken modulo `period`.
+    rows are taken modulo `period`. `base` is the address of an array of the same shape.
     """
     word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     kind = ir.MemRefType(array.type)
-    base, stride = mgpu.utils.memref_ptr(array), kind.shape[1]
+    base, stride = base or mgpu.utils.memref_ptr(array), kind.shape[1]
     # LLVM has no types for float8, but addresses depend only on the size of an element.
     element = ir.IntegerType.get_signless(mgpu.utils.bitwidth(kind.element_type))
 
@@ -325,20 +336,30 @@ class RegisterTile:
 
         return opaque(group)
 
-    def store_rows(self, target, row, column, g: int, group: jax.Array, *, inside: bool) -> None:
-        """Stores group `g` to rows row, row + 1, ... of an array [M, N], except rows beyond M.
+    def store_rows(
+        self, targets: tuple[Any, ...], number, column, row, g: int, group: jax.Array, *, inside
+    ) -> None:
+        """Stores group `g` to rows row, row + 1, ... of an array, except rows beyond its M.
 
-        `column` is the first column of the tile. If `inside`, no tile has rows beyond M, and the
-        stores need no predicates.
+        Args:
+          targets: arrays [M, N].
+          number: the number of the array among them.
+          column: the first column of the tile.
+          row: the first row.
+          g: the group.
+          group: its values.
+          inside: whether no tile has rows beyond M; then the stores need no predicates.
         """
-        M = target.shape[0]
+        M, references = targets[0].shape[0], [plgpu.RefType()] * len(targets)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, self.layout))
-        def stored(_, target, row, column, group):
+        @plgpu.inline_mgpu(arg_types=(*references, SCALAR, SCALAR, SCALAR, self.layout))
+        def stored(_, *arguments):
+            *targets, number, row, column, group = arguments
             word = ir.IntegerType.get_signless(32)
             words = ir.VectorType.get((4,), word)
-            skip = g * self.group
-            addresses = _addresses(target, row, column, group.layout, group.shape, skip=skip)
+            base = _pointer(targets, number)
+            place = dict(skip=g * self.group, base=base)
+            addresses = _addresses(targets[0], row, column, group.layout, group.shape, **place)
             for (row, pointer), register in zip(addresses, group.registers.flat, strict=True):
                 packed = mgpu.utils.bitcast(register, words)
                 if inside:
@@ -355,7 +376,7 @@ class RegisterTile:
                     has_side_effects=True,
                 )
 
-        stored(target, row, column, group)
+        stored(*targets, jnp.int32(number), row, column, group)
 
     def _group_of(self, dtype) -> plgpu.ShapeDtypeStruct:
         return plgpu.ShapeDtypeStruct((self.rows, self.group), dtype, layout=self.layout)

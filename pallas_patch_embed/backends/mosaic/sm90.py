@@ -391,4 +391,4 @@ class Worker(launch.Worker):
             load = dict(row_scale=lambda: of_rows, residual=load_residual, factor=load_factor)
             y = self.result(y, lax.broadcast_in_dim(scales, y.shape, (1,)), terms, load)
             y = y.astype(self.problem.out_dtype)
-            self.tile.store_rows(self.operands.y, row, self.column, g, y, inside=inside)
+            self.tile.store_rows(self.operands.y, *self.result_place, row, g, y, inside=inside)
