@@ -1,7 +1,9 @@
 """The attention of the kernel and of the formula agree with float64."""
 
 import dataclasses
+import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -402,16 +404,19 @@ def test_a_head_that_no_config_fits_is_refused():
         attention_sm90.choose(Shape(1, 196, 1, 136), H200, lengths=False)
 
 
-def attend(q, k, v, lengths=None):
-    return attention.attention(q, k, v, lengths=lengths)
+def attend(q, k, v, lengths=None, levels=""):
+    return attention.attention(q, k, v, lengths=lengths, levels=levels)
 
 
 def calls_of_the_kernel(monkeypatch, function, *arrays):
+    return lowered(monkeypatch, function, *arrays).count("@mosaic_gpu_v2")
+
+
+def lowered(monkeypatch, function, *arrays):
     monkeypatch.setattr(attention, "SERVED", SERVED)
     monkeypatch.setattr(attention, "FEWEST_UNITS", 0)
     monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
-    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("@mosaic_gpu_v2")
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def abstract(shape, sharding=None):
@@ -431,6 +436,14 @@ def test_a_program_for_one_device_uses_the_kernel(monkeypatch):
 
     rows, number = abstract((2, 4 * SHORT[1], *SHORT[2:])), jax.ShapeDtypeStruct((7,), "int32")
     assert calls_of_the_kernel(monkeypatch, packed, *rows, number, number) == 1
+    levels = functools.partial(attend, levels="int8")
+    assert calls_of_the_kernel(monkeypatch, levels, q, k, v) == 1
+    assert calls_of_the_kernel(monkeypatch, levels, q, k, v, lengths) == 1
+    # No other operation has the result of 8 bits.
+    text = lowered(monkeypatch, levels, q, k, v)
+    (result,) = re.findall(r"custom_call @mosaic_gpu_v2.*-> (?:\()?(tensor<[^>]*>)", text)
+    assert result == f"tensor<{SHORT[0] * SHORT[1]}x{SHORT[2] * SHORT[3]}xi8>"
+    assert not re.search(r"^ *%\w+ = stablehlo\.(bitcast_)?convert", text, re.MULTILINE)
 
     def masked(q, k, v, mask):
         return attention.attention(q, k, v, mask=mask > 0)
