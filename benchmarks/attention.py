@@ -4,11 +4,13 @@
   python -m benchmarks.attention --shapes "B/16 224" --configs 2,256,2 3,128,3
   python -m benchmarks.attention --sweep 64 --images 8 --seconds 0
   python -m benchmarks.attention --shapes "NaFlex B/16" --packed
+  python -m benchmarks.attention --chosen --levels int8
 
 Every result is compared with float32. Times are in milliseconds, in bursts and sustained; all
 contenders of a shape are timed in one process, in turn. With lengths the bound is the time of whole
 images times the part of the tiles that have tokens. With --packed the images lie behind one another
-in rows; without a kernel each is gathered. The records are written to attention.jsonl.
+in rows; without a kernel each is gathered. With --levels results are in 8 bits, and "+ pass" is the
+kernel in bfloat16 with a pass that rounds its result. The records are written to attention.jsonl.
 """
 
 import argparse
@@ -26,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_patch_embed.base.chips import Chip, Target, default_device
+from pallas_patch_embed.base.dtypes import EIGHT_BITS, TABLE
+from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.encoders.naflex import first_fit
 from pallas_patch_embed.layers import attention, attention_sm90
@@ -72,6 +76,10 @@ MIXES = ("full", "uniform", "bimodal", "one long")
 # Largest relative error (Frobenius norm) of a contender: probabilities and results are bfloat16.
 MOST_ERROR = 2.0**-7
 
+# The same in 8 bits, for values with this deviation. Results then have deviations from 15, with
+# which the rounding error of int8, 0.29 on average, is 1.9%.
+MOST_ERROR_OF_LEVELS, DEVIATION = 2.0**-5, 300
+
 
 def draw_lengths(mix: str, shape: Shape) -> np.ndarray:
     """Draws the numbers of tokens of the images."""
@@ -92,9 +100,14 @@ def tiles_of(lengths: np.ndarray, shape: Shape, config: Config) -> int:
     return int((-(-lengths // step) * -(-lengths // config.keys)).sum())
 
 
-@jax.jit
-def relative_error(y: Any, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
-    """Returns the relative error of y [B, S, H, D] in rows that have tokens, by float32."""
+@functools.partial(jax.jit, static_argnames="largest")
+def relative_error(
+    y: Any, q: Any, k: Any, v: Any, lengths: Any, largest: float = math.inf
+) -> jax.Array:
+    """Returns the relative error of y [B, S, H, D] in rows that have tokens, by float32.
+
+    Its magnitudes are clipped to `largest`.
+    """
     images = math.gcd(len(y), 8)  # The scores of more images may not fit into memory.
     inside = attention.prefix_mask(lengths, y.shape[1])[..., None, None]
 
@@ -106,7 +119,8 @@ def relative_error(y: Any, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
                 key_value_seq_lengths=lengths,
                 implementation="xla",
             )
-        difference = jnp.where(inside, y - wanted, 0)
+            wanted = jnp.clip(wanted, -largest, largest)
+        difference = jnp.where(inside, y.astype(jnp.float32) - wanted, 0)
         return jnp.square(difference).sum(), jnp.where(inside, jnp.square(wanted), 0).sum()
 
     parts = [x.reshape(-1, images, *x.shape[1:]) for x in (y, q, k, v, lengths, inside)]
@@ -115,18 +129,25 @@ def relative_error(y: Any, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
 
 
 def contenders(
-    shape: Shape, operands: tuple[Any, ...], configs: list[Config], chip: Chip
+    shape: Shape, operands: tuple[Any, ...], configs: list[Config], chip: Chip, levels: str
 ) -> dict[str, timing.Contender]:
     """Returns cuDNN and the kernel with each config that fits."""
     _, _, _, *more = operands
     longest = shape.S if len(more) == 2 else None
-    formula = functools.partial(attention.formula, longest=longest)
+    formula = functools.partial(attention.formula, longest=longest, levels=levels)
     found = {"cudnn": timing.Contender(jax.jit(formula), operands)}
     for config in configs:
         if not config.fits(shape, chip, lengths=bool(more)):
             continue
         kernel = functools.partial(attention_sm90.kernel, longest=longest, config=config, chip=chip)
-        found[name_of(config)] = timing.Contender(jax.jit(kernel), operands)
+        if levels:
+
+            def rounded(*operands: Any, kernel: Any = kernel) -> jax.Array:
+                return to_levels(kernel(*operands).astype(jnp.float32), levels)
+
+            found[f"{name_of(config)} + pass"] = timing.Contender(jax.jit(rounded), operands)
+        one = functools.partial(kernel, levels=levels)
+        found[name_of(config)] = timing.Contender(jax.jit(one), operands)
     return found
 
 
@@ -155,10 +176,12 @@ def compare(
     seconds: float,
     *,
     packed: bool = False,
+    levels: str = "",
 ) -> list[dict[str, Any]]:
     """Checks and times all contenders for one shape; without configs, the one that is chosen.
 
-    `packed` says whether images with lengths lie behind one another in rows.
+    `packed` says whether images with lengths lie behind one another in rows, and `levels` is the
+    dtype of results in 8 bits.
     """
     if configs is None:
         configs = [attention_sm90.choose(shape, chip, lengths=lengths is not None)]
@@ -172,8 +195,9 @@ def compare(
     drawn = (
         jax.random.normal(key, rows, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3)
     )
-    operands = (*drawn, *more)
-    compared = contenders(shape, operands, configs, chip)
+    q, k, v = drawn
+    operands = (q, k, v * DEVIATION if levels else v, *more)
+    compared = contenders(shape, operands, configs, chip, levels)
     timing.compile_all(compared.values())
     whole = jnp.full(shape.B, shape.S) if lengths is None else more[0]
     errors = {}
@@ -181,8 +205,11 @@ def compare(
         images = [x.reshape(rows) for x in (y, *operands[:3])]
         if segments is not None:
             images = list(map(segments.gather, images))
-        errors[name] = float(relative_error(*images, whole))
-        if not errors[name] <= MOST_ERROR:
+        largest, most = math.inf, MOST_ERROR
+        if levels:
+            largest, most = TABLE[levels].largest, MOST_ERROR_OF_LEVELS
+        errors[name] = float(relative_error(*images, whole, largest=largest))
+        if not errors[name] <= most:
             raise SystemExit(f"{name} has a relative error of {errors[name]} for {shape}.")
     burst = timing.burst(compared, rounds=3, rest=0.2 if seconds else 0.05)
     sustained = timing.sustained(compared, seconds=seconds, rounds=1) if seconds else {}
@@ -190,6 +217,7 @@ def compare(
         name: {
             "shape": list(shape),
             "packed": packed,
+            "levels": levels,
             "program": name,
             "error": errors[name],
             "burst": burst[name].milliseconds,
@@ -217,6 +245,7 @@ def main() -> None:
     parser.add_argument("--chosen", action="store_true", help="only the config that is chosen")
     parser.add_argument("--images", type=int, nargs="+", help="instead of those of the shapes")
     parser.add_argument("--packed", action="store_true", help="packs the images of the mixes")
+    parser.add_argument("--levels", choices=EIGHT_BITS, default="", help="dtype of the results")
     parser.add_argument("--mixes", nargs="*", default=list(MIXES), help="mixes for NaFlex")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a sustained turn; 0: none")
     parser.add_argument("--out", type=Path, default=Path("bench"))
@@ -241,12 +270,13 @@ def main() -> None:
         for mix in (None, *chosen.mixes) if "NaFlex" in name else (None,):
             lengths = None if mix is None else draw_lengths(mix, shape)
             packed = chosen.packed and lengths is not None
-            for row in compare(shape, lengths, configs, chip, chosen.seconds, packed=packed):
+            more = dict(packed=packed, levels=chosen.levels)
+            for row in compare(shape, lengths, configs, chip, chosen.seconds, **more):
                 row |= {"kind": "attention", "name": name, "mix": mix}
                 times = f"{row['burst']:8.4f} {row.get('sustained', math.nan):8.4f}"
                 tiles = f"tiles {row['tiles']:.3f}" if "tiles" in row else ""
                 print(
-                    f"{name:18} {'x'.join(map(str, shape)):16} {mix or '':9} {row['program']:10} "
+                    f"{name:18} {'x'.join(map(str, shape)):16} {mix or '':9} {row['program']:14} "
                     f"{times} error {row['error']:.5f} {tiles}",
                     flush=True,
                 )

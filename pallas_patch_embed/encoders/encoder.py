@@ -490,9 +490,9 @@ def observed_transform(
         q, k, v = _parts(y, p["qkv"], 3, row)
         if rotation is not None:
             q, k = (_rotated(part, rotation, config) for part in (q, k))
-        attended = observed("out", _attention(q, k, v, config, padding))
-        if dtype := dtype_in_8_bits(p["out"]):  # The scale of v makes levels of the result.
-            attended = to_levels(attended.astype(jnp.float32), dtype)
+        # The scale of v makes levels of the result, if the next layer is in 8 bits.
+        levels = dtype_in_8_bits(p["out"])
+        attended = observed("out", _attention(q, k, v, config, padding, levels))
         x = _dense(attended, p["out"], residual=x, layer=row)
         hidden = observed("fc2", _hidden(norm("norm2", "fc1", x), p, config, row))
         x = _dense(hidden, p["fc2"], residual=x, layer=row)
@@ -752,8 +752,9 @@ def _attention(
     v: jax.Array,
     config: Config | TextConfig,
     padding: dict[str, Any],
+    levels: str = "",
 ) -> jax.Array:
     """Computes the attention of q [B, T, D] to k and v [B, S, D], leaving out the padding."""
     head = config.width // config.heads
     heads = (x.reshape(*x.shape[:2], config.heads, head) for x in (q, k, v))
-    return attention(*heads, **padding, causal=config.causal).reshape(q.shape)
+    return attention(*heads, **padding, causal=config.causal, levels=levels).reshape(q.shape)

@@ -23,6 +23,7 @@ from jax.interpreters.xla import apply_primitive
 
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.chips import Target, cuda_is_installed
+from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.layers import attention_sm90
 from pallas_patch_embed.layers.attention_sm90 import Config, Shape
 
@@ -109,6 +110,7 @@ def attention(
     mask: jax.Array | None = None,
     segments: Segments | None = None,
     causal: bool = False,
+    levels: str = "",
 ) -> jax.Array:
     """Computes attention, with the softmax in float32.
 
@@ -124,18 +126,22 @@ def attention(
         of several images. Rows of y that no image has are 0. At most one of lengths, mask and
         segments may be given.
       causal: whether query s attends only to the keys up to s. The kernel does not compute it.
+      levels: dtype of the result if it is in 8 bits, one of `EIGHT_BITS`: y rounded to nearest and
+        clipped to [-127, 127], for float8 [-448, 448]. So the values have the scale of the result.
+        The kernel rounds y in float32, other programs round it to the dtype of q first.
 
     Returns:
-      [B, T, H, D] in the dtype of q.
+      [B, T, H, D] in the dtype of q, or `levels`.
     """
     if segments is not None:
         first, lengths, longest = segments
-        return attention_p.bind(q, k, v, lengths, first, longest=longest)
+        return attention_p.bind(q, k, v, lengths, first, longest=longest, levels=levels)
     if mask is not None or causal or q.shape != k.shape:
         if lengths is not None:
             mask = prefix_mask(lengths, k.shape[1])
-        return _by_jax(q, k, v, mask=mask, causal=causal)
-    return attention_p.bind(q, k, v, *(() if lengths is None else (lengths,)), longest=None)
+        return _rounded(_by_jax(q, k, v, mask=mask, causal=causal), levels)
+    more = () if lengths is None else (lengths,)
+    return attention_p.bind(q, k, v, *more, longest=None, levels=levels)
 
 
 def formula(
@@ -146,6 +152,7 @@ def formula(
     first: jax.Array | None = None,
     *,
     longest: int | None = None,
+    levels: str = "",
 ) -> jax.Array:
     """Computes `attention` without a kernel; rows from `lengths` on are finite.
 
@@ -153,10 +160,15 @@ def formula(
     with lengths, for which there may be a kernel.
     """
     if first is None or lengths is None or longest is None:
-        return _by_jax(q, k, v, lengths=lengths)
+        return _rounded(_by_jax(q, k, v, lengths=lengths), levels)
     segments = Segments(first, lengths, longest)
-    y = attention(*map(segments.gather, (q, k, v)), lengths=lengths)
+    y = attention(*map(segments.gather, (q, k, v)), lengths=lengths, levels=levels)
     return segments.scatter(y, *q.shape[:2])
+
+
+def _rounded(y: jax.Array, levels: str) -> jax.Array:
+    """Rounds y to 8 bits if `levels` names their dtype."""
+    return to_levels(y.astype(jnp.float32), levels) if levels else y
 
 
 def prefix_mask(lengths: jax.Array, S: int) -> jax.Array:
@@ -245,19 +257,20 @@ def program_for(q: Any, target: Target, kind: Kind = "whole") -> Choice:
 
 
 @attention_p.def_abstract_eval
-def _result_type(*operands, longest):
-    (result,) = jax.make_jaxpr(functools.partial(formula, longest=longest))(*operands).out_avals
+def _result_type(*operands, **static):
+    (result,) = jax.make_jaxpr(functools.partial(formula, **static))(*operands).out_avals
     return result
 
 
-def _differentiate(primals, tangents, longest):
+def _differentiate(primals, tangents, longest, levels):
     (q, k, v, *more), tangents = primals, map(ad.instantiate_zeros, tangents[:3])
 
     def function(q, k, v):
         if longest is not None:
-            return formula(q, k, v, *more, longest=longest)
+            return formula(q, k, v, *more, longest=longest, levels=levels)
         # cuDNN's attention has no derivative in forward mode.
-        return _by_jax(q, k, v, lengths=more[0] if more else None, fused=False)
+        lengths = more[0] if more else None
+        return _rounded(_by_jax(q, k, v, lengths=lengths, fused=False), levels)
 
     return jax.jvp(function, (q, k, v), tuple(tangents))
 
@@ -265,7 +278,7 @@ def _differentiate(primals, tangents, longest):
 ad.primitive_jvps[attention_p] = _differentiate
 
 
-def _batch(operands, axes, longest):
+def _batch(operands, axes, longest, levels):
     """Makes the mapped axis a part of the axis of images."""
     (size,) = {x.shape[axis] for x, axis in zip(operands, axes) if axis is not None}
     moved = [
@@ -276,19 +289,19 @@ def _batch(operands, axes, longest):
         tokens = moved[0].shape[1] * moved[0].shape[2]
         moved[4] = moved[4] + tokens * lax.broadcasted_iota(jnp.int32, moved[4].shape, 0)
     merged = (x.reshape(size * x.shape[1], *x.shape[2:]) for x in moved)
-    y = attention_p.bind(*merged, longest=longest)
+    y = attention_p.bind(*merged, longest=longest, levels=levels)
     return y.reshape(moved[0].shape), 0
 
 
 batching.primitive_batchers[attention_p] = _batch
 
 
-def _lower(ctx, *operands, longest):
-    function = functools.partial(formula, longest=longest)
+def _lower(ctx, *operands, **static):
+    function = functools.partial(formula, **static)
     return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
 
-def _lower_for_cuda(ctx, *operands, longest):
+def _lower_for_cuda(ctx, *operands, longest, levels):
     split = lowering.devices_left_to_xla(ctx.module_context) > 1
     target = lowering.target_of(ctx.module_context, "cuda")
     q, *others = ctx.avals_in
@@ -297,9 +310,9 @@ def _lower_for_cuda(ctx, *operands, longest):
         kind, q = "segments", q.update(shape=(others[-1].size, longest, *q.shape[2:]))
     config = None if split else program_for(q, target, kind).config
     if config is None:
-        return _lower(ctx, *operands, longest=longest)
+        return _lower(ctx, *operands, longest=longest, levels=levels)
     kernel = functools.partial(
-        attention_sm90.kernel, longest=longest, config=config, chip=target.chip
+        attention_sm90.kernel, longest=longest, levels=levels, config=config, chip=target.chip
     )
 
     def call(*operands):

@@ -30,6 +30,9 @@ through all units of a worker.
   turn[c]                      the consumer before   its next scores are being     consumer c
                                                      multiplied
 
+Results in bfloat16 go through shared memory and TMA. Those in 8 bits are stored from registers,
+because TMA stores no head of 72 bytes: the distances in its arrays are multiples of 16 bytes.
+
 A consumer has the turn from its product with a tile of values until its next scores are being
 multiplied; then it passes it to the next consumer. The first consumer begins, and the others wait
 for their first turn. All have the same number of tiles. In the end each passes its last turn on,
@@ -51,7 +54,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_patch_embed.backends.mosaic.layouts import store_levels
 from pallas_patch_embed.base.chips import Chip
+from pallas_patch_embed.base.levels import to_levels
 
 # Queries of a pass of a consumer: wgmma has 64 rows.
 ROWS = 64
@@ -217,6 +222,7 @@ def kernel(
     first: jax.Array | None = None,
     *,
     longest: int | None = None,
+    levels: str = "",
     config: Config,
     chip: Chip,
     interpret: Any = False,
@@ -229,40 +235,47 @@ def kernel(
       first: [N] int32, if the B rows hold N images, whose `lengths` are [N] then: the index of each
         image's first token among the B * S tokens, a multiple of 8 (PACKED_ROWS).
       longest: with `first`, the largest number of tokens of an image.
+      levels: dtype of the result if it is in 8 bits, one of `EIGHT_BITS`: the sums in float32 are
+        divided by their totals and rounded once.
       config: tile sizes.
       chip: the GPU.
       interpret: as in `plgpu.kernel`.
 
     Returns:
-      [B, S, H, D] bfloat16. A row of padding is zero if its pass has only padding; otherwise it is
-      the attention of what q has there. With `first`, rows are stored PACKED_ROWS at a time, so up
-      to PACKED_ROWS - 1 rows behind an image are not zero.
+      [B, S, H, D] bfloat16, or `levels`. A row of padding is zero if its pass has only padding;
+      otherwise it is the attention of what q has there. With `first`, rows in bfloat16 are stored
+      PACKED_ROWS at a time, so up to PACKED_ROWS - 1 rows behind an image are not zero.
 
     Raises:
       NotImplementedError: the config cannot serve this shape.
     """
-    shape = Shape(*q.shape)
+    shape, result = Shape(*q.shape), jax.ShapeDtypeStruct(q.shape, q.dtype)
+    if levels:
+        result = jax.ShapeDtypeStruct((shape.B * shape.S, shape.H * shape.D), levels)
     if first is not None:
         assert longest is not None
         rows = (1, shape.B * shape.S, *q.shape[2:])
         q, k, v = (x.reshape(rows) for x in (q, k, v))
+        if not levels:
+            result = jax.ShapeDtypeStruct(rows, q.dtype)
         shape = Shape(len(first), longest, *q.shape[2:])
     config.check(shape, chip, lengths=lengths is not None)
     workers = min(chip.multiprocessors, shape.B * shape.H * config.units(shape))
     make = Interpreted if interpret else Worker
 
     padding = lengths is not None and first is None
-    scratch_types: Any = dict(scratch=Scratch.types(config, shape, make.memory, padding))
+    buffers = 0 if levels else 1 + padding
+    scratch_types: Any = dict(scratch=Scratch.types(config, shape, make.memory, buffers))
     given = [x for x in (lengths, first) if x is not None]
 
     def attention(*operands, scratch):
         *read, y = operands
-        worker = make(config, shape, Operands(y, *read), scratch, workers)
+        worker = make(config, shape, Operands(y, *read), scratch, workers, levels)
         worker.run(lax.axis_index("warpgroup"))
 
     call = plgpu.kernel(
         attention,
-        out_type=() if first is not None else jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=() if first is not None else result,
         grid=(workers,),
         grid_names=("worker",),
         num_threads=config.consumers + 1,
@@ -274,15 +287,18 @@ def kernel(
         ),
     )
     if first is None:
-        return call(q, k, v, *given)
+        return call(q, k, v, *given).reshape(q.shape)
     # No thread block stores rows that no image has.
-    y = jax.new_ref(jnp.zeros(q.shape, q.dtype))
+    y = jax.new_ref(jnp.zeros(result.shape, result.dtype))
     call(q, k, v, *given, y)
-    return jax.freeze(y)
+    return jax.freeze(y).reshape(q.shape)
 
 
 class Operands(NamedTuple):
-    """The arrays in global memory, as the arguments of `kernel`, and y [B, S, H, D]."""
+    """The arrays in global memory, as the arguments of `kernel`, and y.
+
+    It is [B, S, H, D], or [B * S, H * D] in 8 bits.
+    """
 
     y: Any
     q: Any
@@ -326,8 +342,8 @@ class Scratch:
     queries: Any  # [BUFFERS * consumers, ROWS, width]
     keys: Any  # [slots, keys, width]
     values: Any  # [slots, keys, width]
-    results: Any  # [consumers, ROWS, width]
-    zeros: Any  # [consumers, ROWS, width], if rows of padding are stored
+    results: Any  # [consumers, ROWS, width], if they are bfloat16
+    zeros: Any  # [consumers, ROWS, width], if they are, and rows of padding are stored
     queries_arrived: Any
     queries_read: Any
     keys_arrived: Any
@@ -337,8 +353,11 @@ class Scratch:
     turn: Any
 
     @classmethod
-    def types(cls, config: Config, shape: Shape, memory: Callable, padding: bool) -> "Scratch":
-        """Returns the types of all members."""
+    def types(cls, config: Config, shape: Shape, memory: Callable, stored: int) -> "Scratch":
+        """Returns the types of all members.
+
+        `stored` is the number of arrays from which TMA stores: of results, and of zeros.
+        """
         consumers, slots, copies = config.consumers, config.slots, len(shape.parts)
 
         def parts(*leading):
@@ -349,8 +368,8 @@ class Scratch:
             queries=parts(buffers, ROWS),
             keys=parts(slots, config.keys),
             values=parts(slots, config.keys),
-            results=parts(consumers, ROWS),
-            zeros=parts(consumers, ROWS) if padding else [],
+            results=parts(consumers, ROWS) if stored > 0 else [],
+            zeros=parts(consumers, ROWS) if stored > 1 else [],
             queries_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=buffers),
             queries_read=plgpu.Barrier(num_arrivals=1, num_barriers=buffers),
             keys_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
@@ -420,6 +439,7 @@ class Worker:
     operands: Operands
     s: Scratch
     workers: int
+    levels: str
 
     memory = staticmethod(two_views)
 
@@ -571,8 +591,8 @@ class Worker:
 
     def attend(self, consumer: Any) -> None:
         s, config = self.s, self.config
-        has_padding = bool(s.zeros)
-        if has_padding:
+        has_padding = self.operands.lengths is not None and self.operands.first is None
+        if s.zeros:
             self.write(self.zeros(), s.zeros, consumer)
 
         def attend_unit(unit, previous):
@@ -580,7 +600,10 @@ class Worker:
 
                 @pl.loop(unit.passes, config.passes(self.shape))
                 def clear(number):
-                    self.store(s.zeros, consumer, unit.index, number)
+                    if self.levels:
+                        self.store_levels(self.zeros(), consumer, unit.index, number)
+                    else:
+                        self.store(s.zeros, consumer, unit.index, number)
 
             def attend_pass(number, previous):
                 return self.attend_rows(unit, number, consumer, previous)
@@ -669,6 +692,9 @@ class Worker:
         """Divides sums by their totals and stores them."""
         inverse = 1 / result.total
         y = [x * of_rows(inverse, x) for x in result.sums]
+        if self.levels:
+            self.store_levels(y, consumer, result.index, result.number)
+            return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.write(y, self.s.results, consumer)
         self.store(self.s.results, consumer, result.index, result.number)
@@ -720,6 +746,22 @@ class Worker:
         for begin in range(0, ROWS, rows):
             pl.when(begin < left)(functools.partial(copy, begin))
 
+    def store_levels(self, y: list[jax.Array], consumer: Any, index: Any, number: Any) -> None:
+        """Rounds the parts of the rows of a pass to 8 bits and stores those of the image."""
+        place = self.rows(self.place(index), number, consumer)
+        row, left = place.image * self.shape.S + place.row, self.shape.S - place.row
+        if self.operands.first is not None:
+            row = self.operands.first[place.image] + place.row
+            left = self.operands.lengths[place.image] - place.row
+        for (first, width), part in zip(self.shape.parts, y):
+            columns = min(width, self.shape.D - first)
+            column = place.head * self.shape.D + first
+            self.put(row, column, left, to_levels(part, self.levels), columns)
+
+    def put(self, row: Any, column: Any, left: Any, part: jax.Array, columns: int) -> None:
+        """Stores the first `left` rows and `columns` columns of a part."""
+        store_levels(self.operands.y, row, column, left, part, columns)
+
 
 class Interpreted(Worker):
     """A worker for Pallas' interpreter, which has neither `RefUnion` nor wgmma of registers."""
@@ -736,6 +778,12 @@ class Interpreted(Worker):
         values = [part.at[slot][...] for part in self.s.values]
         plgpu.commit_smem()  # TMA must not overwrite what is read here.
         return [jnp.dot(p, part, preferred_element_type=jnp.float32) for part in values]
+
+    def put(self, row: Any, column: Any, left: Any, part: jax.Array, columns: int) -> None:
+        @pl.loop(0, jnp.clip(left, 0, ROWS))
+        def store(i):
+            one = lax.dynamic_slice(part, (i, 0), (1, columns))
+            self.operands.y[pl.ds(row + i, 1), pl.ds(column, columns)] = one
 
 
 def of_rows(values: jax.Array, like: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """The benchmark of the attention compares each result with float32."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,12 +11,29 @@ from pallas_patch_embed.layers.attention_sm90 import Config, Shape
 SHAPE = Shape(5, 37, 2, 8)
 
 
-@pytest.mark.parametrize("mix, packed", [(None, False), ("uniform", False), ("bimodal", True)])
-def test_the_formula_is_timed_and_compared(mix, packed):
+@pytest.mark.parametrize(
+    "mix, packed, levels",
+    [
+        (None, False, ""),
+        ("uniform", False, ""),
+        ("bimodal", True, ""),
+        ("uniform", False, "int8"),
+        (None, False, "float8_e4m3fn"),
+    ],
+)
+def test_the_formula_is_timed_and_compared(mix, packed, levels):
     lengths = None if mix is None else attention.draw_lengths(mix, SHAPE)
-    (row,) = attention.compare(SHAPE, lengths, [], H200, 0, packed=packed)
+    (row,) = attention.compare(SHAPE, lengths, [], H200, 0, packed=packed, levels=levels)
     assert row["program"] == "cudnn" and row["burst"] > 0 and row["packed"] == packed
-    assert 0 < row["error"] <= attention.MOST_ERROR
+    most = attention.MOST_ERROR_OF_LEVELS if levels else attention.MOST_ERROR
+    assert row["levels"] == levels and 0 < row["error"] <= most
+
+
+def test_the_kernel_is_timed_with_a_pass_and_without():
+    operands = [jax.ShapeDtypeStruct((1, 196, 2, 64), "bfloat16")] * 3
+    config = Config(2, 128, 2)
+    found = attention.contenders(Shape(1, 196, 2, 64), operands, [config], H200, "int8")
+    assert list(found) == ["cudnn", "2,128,2 + pass", "2,128,2"]
 
 
 def test_a_wrong_result_ends_the_benchmark(monkeypatch):

@@ -2,8 +2,9 @@
 
   python -m tests.encoder.attention_kernels FOLDER < CASES
 
-CASES is a JSON object of lists [B, S, H, D, consumers, keys, slots, images]. `images` is "whole",
-"lengths", or [number, longest] of images that are segments of the rows. For each name it writes the
+CASES is a JSON object of lists [B, S, H, D, consumers, keys, slots, images, levels]. `images` is
+"whole", "lengths", or [number, longest] of images that are segments of the rows. `levels` is the
+dtype of a result in 8 bits, otherwise empty. For each name it writes the
 PTX and the log of passes to FOLDER, and prints a JSON object with the registers and the bytes of
 spills and stack. It is a separate program because the compilers read their settings when JAX is
 imported.
@@ -31,7 +32,7 @@ def main(folder: Path) -> None:
         from pallas_patch_embed.layers import attention_sm90
 
         chip = dataclasses.replace(H200, multiprocessors=MULTIPROCESSORS)
-        for name, (*shape, consumers, keys, slots, images) in cases.items():
+        for name, (*shape, consumers, keys, slots, images, levels) in cases.items():
             arrays, longest = [jax.ShapeDtypeStruct(shape, "bfloat16")] * 3, None
             if images == "lengths":
                 arrays.append(jax.ShapeDtypeStruct(shape[:1], "int32"))
@@ -41,6 +42,7 @@ def main(folder: Path) -> None:
             function = functools.partial(
                 attention_sm90.kernel,
                 longest=longest,
+                levels=levels,
                 config=attention_sm90.Config(consumers, keys, slots),
                 chip=chip,
             )

@@ -1,7 +1,9 @@
 """The attention of the kernel and of the formula agree with float64."""
 
 import dataclasses
+import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -38,13 +40,18 @@ def draw(shape, kind="normal", seed=0):
     elif kind == "one":  # Each query has one key with nearly the whole weight.
         k[:, 0] = 0
         k[:, 0, :, 0], q[..., 0] = 40, 40
+    elif kind == "copy":  # Each query has its own key alone, and gets that key's values exactly.
+        q[:] = k[:] = rng.choice([-16, 16], shape)
+        v[:] = rng.integers(-640, 641, shape) / 4
+    elif kind == "levels":  # Results that 8 bits can tell apart, and some that they clip.
+        v *= 200
     return [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
 
 
-def exact(q, k, v, lengths=None):
+def exact(q, k, v, lengths=None, result=2.0**-8):
     """Computes the attention in float64, and how far float32 with two roundings may be from it.
 
-    The probabilities are rounded to bfloat16, and so is the result: 2^-8 of either. A score's error
+    The probabilities are rounded to bfloat16, 2^-8, and so is the result, `result`. A score's error
     is that of a float32 sum of D products, and of the multiplication by log2(e) / sqrt(D) and the
     subtraction of the largest score, whose results have its magnitude. It enters p as a factor, and
     the approximate exp2 adds 2^-22.
@@ -64,7 +71,7 @@ def exact(q, k, v, lengths=None):
     y = np.einsum("bhst,bthd->bshd", p, v)
     factor = 2.0**-22 + (D + 4) * 2.0**-23 * magnitudes.max(-1, keepdims=True)
     spread = np.einsum("bhst,bthd->bshd", p * (2.0**-8 + 2 * factor), abs(v))
-    return y, 1.01 * (spread + 2.0**-8 * (abs(y) + spread)) + 1e-30
+    return y, 1.01 * (spread + result * (abs(y) + spread)) + 1e-30
 
 
 def assert_near(found, operands, lengths=None):
@@ -77,6 +84,56 @@ def assert_near(found, operands, lengths=None):
     assert (abs(found - wanted)[rows] <= bound[rows]).all()
 
 
+def assert_levels(found, operands, kind, levels, lengths=None, result=2.0**-22):
+    """Compares levels with those of all numbers that may be rounded to them, for every element.
+
+    In the kernel only the division is between the sums and the levels, and the formula rounds to
+    bfloat16 first, which `result` says. Probabilities of the kind "copy" are 0 and nearly 1, and
+    not rounded: its levels have one value, except where two are equally near.
+    """
+    wanted, bound = exact(*operands, lengths=lengths, result=result)
+    if kind == "copy":
+        wanted = np.asarray(operands[2], np.float64)
+        bound = 2.0**-20 * abs(wanted)
+    least, largest = (rounded(x, levels) for x in (wanted - bound, wanted + bound))
+    assert kind != "copy" or (least == largest).mean() > 0.6
+    found = np.asarray(found).astype(np.float32)
+    inside = (least <= found) & (found <= largest)
+    if lengths is not None:
+        inside[np.arange(found.shape[1]) >= np.asarray(lengths)[:, None]] = True
+    assert inside.all()
+
+
+def rounded(x, levels):
+    """Rounds to the nearest level, ties to even, and clips."""
+    most = {"int8": 127, "float8_e4m3fn": 448}[levels]
+    x = np.clip(x, -most, most).astype(np.float32)
+    return np.round(x) if levels == "int8" else x.astype(levels).astype(np.float32)
+
+
+LEVELS = ("int8", "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("kind", ["levels", "copy"])
+def test_levels_of_the_formula_are_those_of_float64(kind, levels):
+    operands = draw((2, 37, 3, 24), kind)
+    # XLA rounds to float8 twice on a CPU, first to float16.
+    result = 2.0**-8 + 2.0**-11
+    y = attention.attention(*operands, levels=levels)
+    assert y.dtype == levels and y.shape == operands[0].shape
+    assert_levels(y, operands, kind, levels, result=result)
+    if kind == "copy":
+        wanted = rounded(np.asarray(operands[2], np.float32), levels)
+        np.testing.assert_array_equal(np.asarray(y, np.float32), wanted)
+    lengths = np.array([5, 37], np.int32)
+    y = attention.attention(*operands, lengths=jnp.asarray(lengths), levels=levels)
+    assert_levels(y, operands, "levels", levels, lengths, result)
+    mask = attention.prefix_mask(jnp.asarray(lengths), 37)
+    masked = attention.attention(*operands, mask=mask, levels=levels)
+    np.testing.assert_array_equal(masked, y)
+
+
 @pytest.mark.parametrize("kind", ["normal", "equal", "large", "one"])
 def test_the_formula_is_near_float64(kind):
     operands = draw((2, 37, 3, 24), kind)
@@ -87,7 +144,7 @@ def test_the_formula_is_near_float64(kind):
 
 
 # [B, S, H, D, consumers, keys, slots, images], as in attention_kernels.py.
-CASES = {
+OF_BFLOAT16 = {
     "one tile, two passes": [1, 196, 2, 64, 2, 256, 2, "whole"],
     "heads of 72": [1, 200, 2, 72, 2, 128, 2, "whole"],
     "heads of 80": [2, 129, 1, 80, 2, 64, 2, "whole"],
@@ -100,17 +157,37 @@ CASES = {
     "segments": [2, 536, 2, 64, 2, 128, 2, [6, 300]],
     "segments of heads of 72": [2, 536, 1, 72, 3, 64, 2, [6, 300]],
 }
+# The same with results in 8 bits. Heads have two, one or no groups of four times eight columns, and
+# one, two or no other groups of eight.
+OF_LEVELS = {
+    "one tile, two passes, int8": [1, 196, 2, 64, 2, 256, 2, "whole", "int8"],
+    "heads of 72, float8": [1, 200, 2, 72, 2, 128, 2, "whole", "float8_e4m3fn"],
+    "heads of 80, int8": [2, 129, 1, 80, 2, 64, 2, "whole", "int8"],
+    "heads of 96, int8": [2, 130, 1, 96, 3, 64, 2, "whole", "int8"],
+    "heads of 128, float8": [1, 257, 2, 128, 2, 64, 3, "whole", "float8_e4m3fn"],
+    "one token, int8": [3, 1, 1, 72, 2, 64, 2, "whole", "int8"],
+    "lengths in one tile, int8": [5, 200, 2, 64, 2, 256, 2, "lengths", "int8"],
+    "lengths in several tiles, int8": [5, 300, 2, 72, 2, 128, 2, "lengths", "int8"],
+    "segments, float8": [2, 536, 2, 64, 2, 128, 2, [6, 300], "float8_e4m3fn"],
+    "segments of heads of 72, int8": [2, 536, 1, 72, 3, 64, 2, [6, 300], "int8"],
+}
+CASES = {name: [*case, ""] for name, case in OF_BFLOAT16.items()} | OF_LEVELS
 LENGTHS = [0, 1, 128, 129, 1000]
 # Of images in two rows of 536 tokens, with gaps of 0 to 8 tokens between them.
 SEGMENTS = {"lengths": [300, 64, 129, 200, 0, 1], "first": [0, 304, 376, 536, 304, 744]}
 
 # Shapes of encoders, each with the config that serves it.
-ENCODERS = {
+SHAPES = {
     "B-16 224": [512, 196, 12, 64, 2, 256, 2, "whole"],
     "So400m-14 384": [64, 729, 16, 72, 3, 128, 2, "whole"],
     "L-16 384": [256, 576, 16, 64, 3, 128, 3, "whole"],
     "NaFlex": [64, 1024, 16, 72, 2, 128, 3, "lengths"],
     "NaFlex, packed": [8, 8192, 12, 64, 2, 128, 3, [68, 1024]],
+}
+ENCODERS = {
+    f"{name} {levels}".strip(): [*shape, levels]
+    for name, shape in SHAPES.items()
+    for levels in ("", *LEVELS)
 }
 
 
@@ -139,41 +216,52 @@ def test_nothing_is_spilled(compiled, name):
 
 # Schedules of asynchronous work, each with a kind of scores. Together the cases run in all of them.
 SCHEDULES = [("eager", "normal"), ("late", "large"), ("random", "one")]
+SCHEDULES_OF_LEVELS = [("eager", "copy"), ("late", "levels"), ("random", "copy")]
 RUNS = [
     pytest.param(
-        *(name, *SCHEDULES[i], i),
+        *(name, *schedules[i], i),
         marks=() if i == number % 3 else pytest.mark.exhaustive("CI runs a case in one schedule"),
     )
-    for number, name in enumerate(CASES)
+    for cases, schedules in ((OF_BFLOAT16, SCHEDULES), (OF_LEVELS, SCHEDULES_OF_LEVELS))
+    for number, name in enumerate(cases)
     for i in range(3)
 ]
 
 
 @pytest.mark.parametrize("name, schedule, kind, seed", RUNS)
 def test_the_compiled_kernel_is_near_float64(compiled, name, schedule, kind, seed):
-    *shape, _, _, _, images = CASES[name]
+    *shape, _, _, _, images, levels = CASES[name]
     operands = draw(shape, kind, seed)
     arrays = [np.asarray(x) for x in operands]
+    flat = (shape[0] * shape[1], shape[2] * shape[3])  # The kernel's result in 8 bits.
     if images == "lengths":
         arrays += [np.minimum(LENGTHS[: shape[0]], shape[1]).astype(np.int32)]
     elif images != "whole":
         arrays = [x.reshape(1, -1, *shape[2:]) for x in arrays]
         # The kernel stores to its last operand, and XLA returns it.
-        poison = np.full(arrays[0].nbytes, POISON, np.uint8).view(arrays[0].dtype)
+        dtype = jnp.dtype(levels or arrays[0].dtype)
+        poison = np.full(arrays[0].size * dtype.itemsize, POISON, np.uint8).view(dtype)
         arrays += [np.array(x, np.int32) for x in SEGMENTS.values()]
-        arrays += [poison.reshape(arrays[0].shape)]
-    result = (arrays[0].shape, jnp.dtype("bfloat16"))
+        arrays += [poison.reshape(flat if levels else arrays[0].shape)]
+    result = (flat if levels else arrays[0].shape, jnp.dtype(levels or "bfloat16"))
     machine, (address,) = mosaic.prepare(
         compiled[0] / name, arrays, [result], schedule=schedule, seed=seed, allowed=ALLOWED
     )
     machine.launch()
     if images not in ("whole", "lengths"):
         address, *_ = machine.memory.arrays[len(arrays) - 1]
-    y = machine.memory.read(address, *result)
+    y = machine.memory.read(address, *result).reshape(arrays[0].shape)
+
+    def check(y, operands, lengths=None):
+        if not levels:
+            assert_near(y, operands, lengths)
+            return
+        assert_levels(y, operands, kind, levels, lengths)
+
     if images == "whole":
-        assert_near(y, operands)
+        check(y, operands)
     elif images == "lengths":
-        assert_near(y, operands, arrays[3])
+        check(y, operands, arrays[3])
         # Passes in which all queries are padding are zero.
         assert not np.asarray(y[0], np.float32).any()
     else:
@@ -182,23 +270,30 @@ def test_the_compiled_kernel_is_near_float64(compiled, name, schedule, kind, see
         for length, begin in zip(lengths, first):
             rows = slice(begin, begin + length)
             if length:
-                assert_near(y[:, rows], [x[:, rows] for x in (q, k, v)])
-            stored[begin : begin - length // -8 * 8] = True
-        found, wanted = (x[:, ~stored].view("u2") for x in (y, poison))
-        np.testing.assert_array_equal(found, wanted)
+                check(y[:, rows], [x[:, rows] for x in (q, k, v)])
+            stored[begin : begin + (length if levels else length // -8 * -8)] = True
+        found, wanted = (x.reshape(y.shape)[:, ~stored] for x in (y, poison))
+        assert found.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize("shape, keys", [((1, 256, 2, 64), 128), ((2, 128, 1, 64), 128)])
-def test_the_interpreter_finds_no_race(shape, keys):
-    operands = draw(shape)
+@pytest.mark.parametrize(
+    "shape, keys, levels",
+    [((1, 256, 2, 64), 128, ""), ((2, 128, 1, 64), 128, ""), ((2, 100, 1, 64), 128, "int8")],
+)
+def test_the_interpreter_finds_no_race(shape, keys, levels):
+    operands = draw(shape, "copy" if levels else "normal")
     chip = dataclasses.replace(H200, multiprocessors=MULTIPROCESSORS)
     y = attention_sm90.kernel(
         *operands,
+        levels=levels,
         config=Config(2, keys, 2),
         chip=chip,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
-    assert_near(y, operands)
+    if levels:
+        assert_levels(y, operands, "copy", levels)
+    else:
+        assert_near(y, operands)
 
 
 @pytest.mark.parametrize(
@@ -309,16 +404,19 @@ def test_a_head_that_no_config_fits_is_refused():
         attention_sm90.choose(Shape(1, 196, 1, 136), H200, lengths=False)
 
 
-def attend(q, k, v, lengths=None):
-    return attention.attention(q, k, v, lengths=lengths)
+def attend(q, k, v, lengths=None, levels=""):
+    return attention.attention(q, k, v, lengths=lengths, levels=levels)
 
 
 def calls_of_the_kernel(monkeypatch, function, *arrays):
+    return lowered(monkeypatch, function, *arrays).count("@mosaic_gpu_v2")
+
+
+def lowered(monkeypatch, function, *arrays):
     monkeypatch.setattr(attention, "SERVED", SERVED)
     monkeypatch.setattr(attention, "FEWEST_UNITS", 0)
     monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
-    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("@mosaic_gpu_v2")
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def abstract(shape, sharding=None):
@@ -338,6 +436,14 @@ def test_a_program_for_one_device_uses_the_kernel(monkeypatch):
 
     rows, number = abstract((2, 4 * SHORT[1], *SHORT[2:])), jax.ShapeDtypeStruct((7,), "int32")
     assert calls_of_the_kernel(monkeypatch, packed, *rows, number, number) == 1
+    levels = functools.partial(attend, levels="int8")
+    assert calls_of_the_kernel(monkeypatch, levels, q, k, v) == 1
+    assert calls_of_the_kernel(monkeypatch, levels, q, k, v, lengths) == 1
+    # No other operation has the result of 8 bits.
+    text = lowered(monkeypatch, levels, q, k, v)
+    (result,) = re.findall(r"custom_call @mosaic_gpu_v2.*-> (?:\()?(tensor<[^>]*>)", text)
+    assert result == f"tensor<{SHORT[0] * SHORT[1]}x{SHORT[2] * SHORT[3]}xi8>"
+    assert not re.search(r"^ *%\w+ = stablehlo\.(bitcast_)?convert", text, re.MULTILINE)
 
     def masked(q, k, v, mask):
         return attention.attention(q, k, v, mask=mask > 0)

@@ -14,7 +14,7 @@ from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.encoders.naflex import first_fit
 from pallas_patch_embed.layers import attention, attention_sm90
 from pallas_patch_embed.layers.attention_sm90 import Config
-from tests.encoder.test_attention import assert_near, draw
+from tests.encoder.test_attention import LEVELS, assert_levels, assert_near, draw
 from tests.kernels.gpu import RUNS, gpu
 from tests.repository import environment
 
@@ -36,24 +36,25 @@ CONFIGS = {
 
 
 @functools.cache
-def program(config, has_lengths):
+def program(config, has_lengths, levels):
     """Returns the compiled kernel, whose result overwrites the first argument."""
 
     def run(poison, q, k, v, lengths):
         del poison
         more = (lengths,) if has_lengths else ()
-        return attention_sm90.kernel(q, k, v, *more, config=config, chip=CHIP)
+        return attention_sm90.kernel(q, k, v, *more, levels=levels, config=config, chip=CHIP)
 
     return jax.jit(run, donate_argnums=0, keep_unused=True)
 
 
-def launched(config, operands, lengths=None):
-    """Launches the kernel into memory full of NaN."""
+def launched(config, operands, lengths=None, levels=""):
+    """Launches the kernel into memory full of NaN, or of -1 for levels."""
     given = jnp.zeros(1, jnp.int32) if lengths is None else lengths
     q, k, v, given = jax.device_put([*operands, given], gpu())
-    poison = jax.device_put(jnp.full(q.shape, jnp.nan, jnp.bfloat16), gpu())
+    poison = jnp.full(q.shape, -1 if levels else jnp.nan, levels or jnp.bfloat16)
+    poison = jax.device_put(poison, gpu())
     place = poison.unsafe_buffer_pointer()
-    y = program(config, lengths is not None)(poison, q, k, v, given)
+    y = program(config, lengths is not None, levels)(poison, q, k, v, given)
     assert y.unsafe_buffer_pointer() == place
     return y
 
@@ -69,6 +70,17 @@ def test_every_number_of_tokens_is_near_float64(D, config):
     for seed, S in enumerate(TOKENS):
         operands = draw((2, S, 3, D), ("normal", "large", "one", "equal")[seed % 4], seed)
         assert_near(launched(config, operands), operands)
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize(
+    "D, config", [(D, c) for D, found in CONFIGS.items() for c in found], ids=str
+)
+def test_levels_of_every_number_of_tokens_are_those_of_float64(D, config, levels):
+    for seed, S in enumerate(TOKENS):
+        kind = ("copy", "levels")[seed % 2]
+        operands = draw((2, S, 3, D), kind, seed)
+        assert_levels(launched(config, operands, levels=levels), operands, kind, levels)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +103,9 @@ def test_twenty_fresh_inputs_are_near_float64(shape):
             assert near.all()
 
 
+@pytest.mark.parametrize("levels", ["", *LEVELS])
 @pytest.mark.parametrize("D", [64, 72])
-def test_images_of_every_length_are_near_float64(D):
+def test_images_of_every_length_are_near_float64(D, levels):
     for config in CONFIGS[D]:
         for seed in range(RUNS):
             S = (196, 300, 1024)[seed % 3]
@@ -100,45 +113,51 @@ def test_images_of_every_length_are_near_float64(D):
             lengths = rng.integers(0, S + 1, 6)
             lengths[:3] = 0, 1, S
             lengths = lengths.astype(np.int32)
-            operands = draw((6, S, 2, D), seed=seed)
+            operands = draw((6, S, 2, D), "levels" if levels else "normal", seed)
             # What padding has must not matter.
             inside = np.arange(S) < lengths[:, None]
             operands = [
                 jnp.where(inside[..., None, None], x, bad)
                 for x, bad in zip(operands, (jnp.nan, 1e30, 0))
             ]
-            y = launched(config, operands, jnp.asarray(lengths))
+            y = launched(config, operands, jnp.asarray(lengths), levels)
             clean = [jnp.where(inside[..., None, None], x, 0) for x in operands]
+            if levels:
+                assert_levels(y, clean, "levels", levels, lengths)
+                continue
             rows = inside[..., None, None]
             assert_near(jnp.where(rows, y, 0), clean, lengths)
 
 
+@pytest.mark.parametrize("levels", ["", *LEVELS])
 @pytest.mark.parametrize("D", [64, 72])
-def test_images_that_are_segments_of_rows_are_near_float64(D):
+def test_images_that_are_segments_of_rows_are_near_float64(D, levels):
     longest, tokens, number = 300, 1200, 9
     for config in CONFIGS[D]:
         if not config.fits(attention_sm90.Shape(number, longest, 2, D), CHIP, lengths=True):
             continue
-        kernel = jax.jit(
-            functools.partial(attention_sm90.kernel, longest=longest, config=config, chip=CHIP)
-        )
+        static = dict(longest=longest, levels=levels, config=config, chip=CHIP)
+        kernel = jax.jit(functools.partial(attention_sm90.kernel, **static))
         for seed in range(RUNS):
             rng = np.random.default_rng(seed)
             lengths = rng.integers(0, longest + 1, number)
             lengths[:3] = 0, 1, longest
             places, rows = first_fit(lengths.tolist(), tokens)
             first = np.array([row * tokens + start for row, start in places], np.int32)
-            operands = draw((rows, tokens, 2, D), seed=seed)
+            operands = draw((rows, tokens, 2, D), "levels" if levels else "normal", seed)
             arrays = [*operands, lengths.astype(np.int32), first]
             y = np.asarray(kernel(*jax.device_put(arrays, gpu()))).reshape(1, -1, 2, D)
             q, k, v = (x.reshape(y.shape) for x in operands)
             stored = np.zeros(y.shape[1], bool)
             for begin, length in zip(first, lengths):
                 image = slice(begin, begin + length)
-                if length:
-                    assert_near(y[:, image], [x[:, image] for x in (q, k, v)])
-                stored[begin : begin - length // -8 * 8] = True
-            assert not y[:, ~stored].any()
+                of_image = [x[:, image] for x in (q, k, v)]
+                if length and levels:
+                    assert_levels(y[:, image], of_image, "levels", levels)
+                elif length:
+                    assert_near(y[:, image], of_image)
+                stored[begin : begin + (length if levels else length // -8 * -8)] = True
+            assert not np.asarray(y[:, ~stored], np.float32).any()
 
 
 def test_the_result_has_nan_only_where_the_formula_has_it():
@@ -182,6 +201,7 @@ for D, S, lengths in ((64, 196, None), (72, 257, None), (64, 300, [0, 129]), (72
         given = None if lengths is None else jnp.asarray(lengths, jnp.int32)
         y = t.launched(config, operands, given)
         assert_near(y, operands, None if lengths is None else np.asarray(lengths))
+        t.launched(config, operands, given, "int8")
 """
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import shutil
 
 import jax
@@ -13,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import pallas_patch_embed as ppe
 from benchmarks import checkpoints
+from pallas_patch_embed.base import lowering
+from pallas_patch_embed.base.chips import H200, Target
 from pallas_patch_embed.encoders import calibration as calibrating
 from pallas_patch_embed.encoders.calibration import FILE, Calibration, cosine_distances, vectors
 from pallas_patch_embed.encoders.eight_bits import (
@@ -22,6 +25,7 @@ from pallas_patch_embed.encoders.eight_bits import (
     round_with_covariance,
 )
 from pallas_patch_embed.encoders.encoder import LAYERS
+from pallas_patch_embed.layers import attention, attention_sm90
 from pallas_patch_embed.patch_embedding.weight_rounding import round_to_nearest
 from tests.encoder.goldens import DATA, arrays, checkpoint, expected, images
 from tests.encoder.test_siglip2 import COLLECTIVE
@@ -476,3 +480,33 @@ def test_massive_activations_increase_the_error_and_their_layer_is_named(tmp_pat
     )
     assert f"blocks in int8 except fc2 of block {block}, " in repr(encoder)
     assert error(encode(encoder, some_images()), massive_wanted) <= 1.5 * error(found, wanted)
+
+
+def test_on_a_Hopper_GPU_the_attention_gives_levels_to_the_layer_behind_it(monkeypatch):
+    exact = ppe.siglip2.load_encoder(checkpoint(SIGLIP), dtype="float32")
+    blocks, config = blocks_of(exact), exact.config
+    L, D = config.depth, config.width
+
+    def statistics(K):
+        rows, moment = np.ones((L, K), np.float32), np.eye(K, dtype=np.float32)
+        return Statistics(-rows, rows, 0 * rows, np.tile(moment, (L, 1, 1)))
+
+    said = Calibration(
+        {layer: statistics(K) for layer, K in zip(LAYERS, (D, D, D, config.mlp))},
+        losses=np.zeros((L, len(LAYERS))),
+        bfloat16=0.0,
+        weights=calibrating._hash(blocks),
+        pictures=1,
+        source="made by a test",
+    )
+    encoder = ppe.load_encoder(checkpoint(SIGLIP), dtype="int8", calibration=said)
+    shape = attention_sm90.Shape(4, 196, config.heads, D // config.heads)
+    monkeypatch.setattr(attention, "SERVED", {"whole": {shape.D: range(196, 197)}})
+    monkeypatch.setattr(attention, "FEWEST_UNITS", 0)
+    monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
+    given = jax.ShapeDtypeStruct((shape.B, 224, 224, 3), "uint8")
+    traced = jax.jit(lambda e, x: e(x).last_hidden_state).trace(encoder, given)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    results = re.findall(r"custom_call @mosaic_gpu_v2\((.*?)\).*-> (?:\()?tensor<([^>]*)>", text)
+    of_attention = [result for operands, result in results if operands.count(",") == 2]
+    assert of_attention == [f"{shape.B * shape.S}x{D}xi8"]

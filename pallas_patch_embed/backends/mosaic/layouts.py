@@ -123,6 +123,100 @@ def load_row_values(values, row, kind):
     return loaded(values, row)
 
 
+def store_levels(target, row, column, left, part, columns: int) -> None:
+    """Stores rows of 8 bits from wgmma's layout to rows row, row + 1, ... of an array [M, N].
+
+    Each of the four threads of a row has two columns of every eight, which are 2 bytes. They
+    exchange those of four groups of eight columns, so that a thread stores 8 contiguous bytes, and
+    the four fill a sector of 32 bytes. Groups that remain are stored 2 bytes at a time.
+
+    Args:
+      target: the array, in global memory. N is a multiple of 8.
+      row: the first row.
+      column: the first column, a multiple of 8.
+      left: number of rows that are stored, at most those of `part`. It may be negative.
+      part: [64, width] in `plgpu.Layout.WGMMA`, with a width of at most 64.
+      columns: number of columns of `part` that are stored, a multiple of 8.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, plgpu.Layout.WGMMA))
+    def stored(_, target, row, column, left, part):
+        word, long, short = map(ir.IntegerType.get_signless, (32, 64, 16))
+        down, right = (
+            arith.index_castui(word, i) for i in next(part.layout.thread_idxs(part.shape))
+        )
+        thread = arith.shrui(right, _i32(1))  # Among the four threads of a row.
+        base, stride = mgpu.utils.memref_ptr(target), ir.MemRefType(target.type).shape[1]
+        row, column, left = (x.registers.item() for x in (row, column, left))
+        pairs = part.registers.reshape(-1, 2)[: columns // 8]
+
+        def address(at_row, at_column):
+            first = arith.muli(arith.extui(long, at_row), mgpu.utils.c(stride, long))
+            offset = arith.addi(first, arith.extui(long, at_column))
+            return mgpu.utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
+
+        for half in range(2):
+            at = arith.addi(down, _i32(8 * half))
+            exists = arith.extui(word, arith.cmpi(arith.CmpIPredicate.slt, at, left))
+            at = arith.addi(row, at)
+            words = [
+                arith.extui(word, mgpu.utils.bitcast(pair, short)) for pair in pairs[:, half].flat
+            ]
+            fours = len(words) // 4
+            if fours == 2:
+                shared = [_halves(low, high) for low, high in zip(words[:4], words[4:])]
+            else:
+                shared = words[:4]
+            found = _exchanged(shared, thread) if fours else []
+            for four in range(fours):
+                packed = [_halves(*found[i : i + 2], upper=four == 1) for i in (0, 2)]
+                group = arith.addi(thread, _i32(4 * four))
+                pointer = address(at, arith.addi(column, arith.muli(group, _i32(8))))
+                _store_if(exists, pointer, packed, "v2.b32", "r")
+            for group in range(4 * fours, len(words)):
+                pointer = address(at, arith.addi(arith.addi(column, right), _i32(8 * group)))
+                _store_if(exists, pointer, [arith.trunci(short, words[group])], "b16", "h")
+
+    stored(target, row, column, left, part)
+
+
+def _exchanged(words: list, thread) -> list:
+    """Transposes words among four threads: the result's i-th word is from the i-th thread.
+
+    Thread j gets the j-th word of each thread.
+    """
+    words = list(words)
+    for bit in (1, 2):
+        one = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, _i32(bit)), _i32(0))
+        for i in range(4):
+            if not i & bit:
+                low, high = words[i], words[i | bit]
+                got = mgpu.utils.shfl_bfly(arith.select(one, low, high), bit)
+                words[i], words[i | bit] = arith.select(one, got, low), arith.select(one, high, got)
+    return words
+
+
+def _halves(low, high, *, upper: bool = False):
+    """Returns the lower halves of two words as one word, or their upper halves."""
+    if upper:
+        return arith.ori(arith.shrui(low, _i32(16)), arith.andi(high, _i32(-(2**16))))
+    return arith.ori(arith.andi(low, _i32(2**16 - 1)), arith.shli(high, _i32(16)))
+
+
+def _store_if(exists, pointer, registers: list, kind: str, constraint: str) -> None:
+    """Stores registers to global memory if the word `exists` is not 0."""
+    n = len(registers)
+    stored = ", ".join(f"${i + 1}" for i in range(n))
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        [pointer, *registers, exists],
+        f"{{ .reg .pred p; setp.ne.b32 p, ${n + 1}, 0;"
+        f" @p st.global.{kind} [$0], {f'{{{stored}}}' if n > 1 else stored}; }}",
+        ",".join(["l", *[constraint] * n, "r"]),
+        has_side_effects=True,
+    )
+
+
 def _pointer(arrays, number):
     """Returns the address of one of several arrays, by its number."""
     first, *others = map(mgpu.utils.memref_ptr, arrays)
@@ -367,14 +461,7 @@ class RegisterTile:
                     continue
                 exists = arith.cmpi(arith.CmpIPredicate.ult, row, _i32(M))
                 parts = [llvm.extractelement(packed, _i32(i)) for i in range(4)]
-                llvm.inline_asm(
-                    ir.Type.parse("!llvm.void"),
-                    [pointer, *parts, arith.extui(word, exists)],
-                    "{ .reg .pred p; setp.ne.b32 p, $5, 0;"
-                    " @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
-                    "l,r,r,r,r,r",
-                    has_side_effects=True,
-                )
+                _store_if(arith.extui(word, exists), pointer, parts, "v4.b32", "r")
 
         stored(*targets, jnp.int32(number), row, column, group)
 
