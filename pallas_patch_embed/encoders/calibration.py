@@ -241,8 +241,8 @@ def calibrate(
         possibly sharded.
       inputs: images as an encoder takes them, [N, H, W, C]; for a NaFlex encoder a sequence of
         pictures [H, W, C] uint8, as `batch_naflex` takes them; for a text encoder ids [N, L] from
-        the checkpoint's tokenizer. None for crops of the photographs in this package, with a
-        warning: they are only three.
+        the checkpoint's tokenizer. None, but not for texts, for crops of the photographs in this
+        package, with a warning: they are only three.
       dtype: "int8" or "float8_e4m3fn", for which it is made.
 
     Returns:
