@@ -204,6 +204,9 @@ class Shard:
         return values.reshape(-1, self.width) if is_plain else None
 
     def entries(self, rows: Sequence[int]) -> list[Entry]:
+        import pyarrow
+
+        wanted = np.asarray(rows, np.int64)
         found: list[Entry] = []
         begin = 0
         with (
@@ -214,7 +217,8 @@ class Shard:
             columns = [name for name in ("id", *ORIGIN) if name in table.schema_arrow.names]
             for batch in table.iter_batches(columns=columns):
                 end = begin + len(batch)
-                found += entries_of(batch.take([row - begin for row in rows if begin <= row < end]))
+                inside = wanted[(begin <= wanted) & (wanted < end)]
+                found += entries_of(batch.take(pyarrow.array(inside - begin)))
                 begin = end
         return found
 
