@@ -19,6 +19,9 @@ from pallas_patch_embed.embed.units import (
     unsigned,
 )
 
+# Byte-order marks of UTF-16 as surrogates. Its second line could be UTF-8 with zeros.
+UTF16 = ("\udcff\udcfe", "\udcfe\udcff")
+
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
@@ -46,6 +49,8 @@ class Lines:
                     while not line.endswith("\n") and (line := lines.readline(self.most)):
                         pass  # The rest of a line that is too long.
                     if row == 0:
+                        if content.startswith(UTF16):
+                            raise ValueError("it is UTF-16, expected UTF-8")
                         content = content.removeprefix("\ufeff")  # Some editors' byte-order mark.
                     if content.strip():
                         yield self._text(content, origin._replace(row=str(row)))

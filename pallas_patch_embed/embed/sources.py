@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import stat
-import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -33,6 +32,7 @@ from pallas_patch_embed.embed.units import (
     is_url,
     local_origin,
     open_source,
+    path_in,
     reaching,
     remote_origin,
 )
@@ -133,13 +133,7 @@ def find(
 
 def is_text_file(argument: str) -> bool:
     """Returns whether a path, URL or pattern names text files."""
-    return _name(argument).endswith(TEXT)
-
-
-def _name(argument: str) -> str:
-    """Returns an argument in lower case; a URL of a web server without its query."""
-    name = urllib.parse.urlsplit(argument).path if argument.startswith("http") else argument
-    return name.lower()
+    return path_in(argument).lower().endswith(TEXT)
 
 
 class Expanded:
@@ -273,7 +267,7 @@ class _Search:
 
     def _unit(self, path: str) -> Source | None:
         """Returns the unit at this path or URL; None for names of pictures and of other files."""
-        columns, name = self._columns, _name(path)
+        columns, name = self._columns, path_in(path).lower()
         if name.endswith(TEXT) and columns.texts:
             return Lines(path)
         if name.endswith(tars.ENDINGS) and not columns.texts:

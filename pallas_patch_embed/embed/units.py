@@ -235,6 +235,11 @@ def remote_origin(url: str, info: Mapping[str, Any] | None = None) -> Origin:
     return Origin(text(unsigned(url)), "", size, text(str(changed))[:LONGEST])
 
 
+def path_in(url: str) -> str:
+    """Returns the path in the URL of a web server, which may have a query; others as they are."""
+    return urllib.parse.urlsplit(url).path if url.startswith("http") else url
+
+
 def unsigned(url: str) -> str:
     """Removes the parameters of a URL that sign it, because they differ each time."""
     if not url.startswith("http") or "?" not in url:

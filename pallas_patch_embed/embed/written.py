@@ -28,7 +28,7 @@ from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.place import FOLDER, Place, place_of
 from pallas_patch_embed.embed.provenance import ABSENT
 from pallas_patch_embed.embed.tables import ORIGIN, check_schema, entries_of
-from pallas_patch_embed.embed.units import Entry, Origin, open_source
+from pallas_patch_embed.embed.units import Entry, Origin, open_source, path_in
 
 # Size in bytes of shards that are read as a whole, which `embed` exceeds only with a single batch.
 # Larger ones, which other programs may have merged, are read by ROWS embeddings.
@@ -100,7 +100,7 @@ class Written:
           OSError, ValueError: `embed` did not write it, or it is damaged.
         """
         with _readable(url):
-            about, parts = (_npz if url.endswith(".npz") else _folder)(url)
+            about, parts = (_npz if path_in(url).endswith(".npz") else _folder)(url)
             about = json_objects.expect(about, FIELDS, "its manifest", others=True)
             settings = ABSENT | about["settings"]
             json_objects.expect(settings, SETTINGS, "settings", others=True)
@@ -204,6 +204,9 @@ class Shard:
         return values.reshape(-1, self.width) if is_plain else None
 
     def entries(self, rows: Sequence[int]) -> list[Entry]:
+        import pyarrow
+
+        wanted = np.asarray(rows, np.int64)
         found: list[Entry] = []
         begin = 0
         with (
@@ -214,7 +217,8 @@ class Shard:
             columns = [name for name in ("id", *ORIGIN) if name in table.schema_arrow.names]
             for batch in table.iter_batches(columns=columns):
                 end = begin + len(batch)
-                found += entries_of(batch.take([row - begin for row in rows if begin <= row < end]))
+                inside = wanted[(begin <= wanted) & (wanted < end)]
+                found += entries_of(batch.take(pyarrow.array(inside - begin)))
                 begin = end
         return found
 

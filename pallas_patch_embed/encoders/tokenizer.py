@@ -201,6 +201,7 @@ def _load(
     if kind is SIGLIP:
         unknown = _token(fields, "unk_token", "<unk>")
         encode = _SentencePiece.load(file, prepare, unknown, {end, padding, unknown})
+        _check_added(folder, fields, encode.model.get_piece_size())
     else:
         encode = _Json.load(file, prepare)
     start = None if kind.start is None else encode.id(_token(fields, "bos_token", kind.start))
@@ -253,6 +254,18 @@ def _token(fields: Mapping[str, Any], name: str, default: str) -> str:
     return content
 
 
+def _check_added(folder: Path, fields: Mapping[str, Any], pieces: int) -> None:
+    """Refuses tokens that were added to the vocabulary, because spiece.model does not have them."""
+    listed = fields.get("added_tokens_decoder")
+    numbers = list(listed) if isinstance(listed, dict) else []
+    numbers += _fields(folder, "added_tokens.json").values()
+    if any(str(n).isdecimal() and int(n) >= pieces for n in numbers):
+        raise ValueError(
+            f"tokens were added to the {pieces} of {SIGLIP.file}, which is not supported. Use the "
+            "tokenizer's files from the model's repository."
+        )
+
+
 def _length(length: Any, kind: _Kind, fields: Mapping[str, Any], config: TextConfig | None) -> int:
     most = fields.get("model_max_length")
     if config is not None:
@@ -295,7 +308,8 @@ class _SentencePiece:
 
     Special tokens in a text become their ids. Each part between them is prepared, and is encoded
     behind the unknown token, whose pieces are then removed. sentencepiece alone would begin a word
-    with every part, but a word begins only with the first, to which a mark is added.
+    with every part, but a word begins only with the first, to which a mark is added. If that part
+    has nothing else, it has no tokens.
     """
 
     model: Any
@@ -325,6 +339,9 @@ class _SentencePiece:
         any_special = re.compile(f"({'|'.join(map(re.escape, self.special))})")
         # The odd parts are special tokens.
         parts = [any_special.split(MARK + text.replace(MARK, " ")) for text in texts]
+        for of in parts:
+            if len(of) > 1 and self.prepare(of[0]) == MARK:
+                of[0] = ""
         plain = [self.unknown + self.prepare(part) for of in parts for part in of[::2]]
         front = len(self.model.encode(self.unknown))
         encoded = iter(self.model.encode(plain))

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pallas_patch_embed.embed import npz, parquet_pages, ranking, written
+from pallas_patch_embed.embed import npz, parquet_pages, place, ranking, written
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.provenance import Provenance, Settings
 from pallas_patch_embed.embed.units import Entry, Origin
@@ -122,6 +122,16 @@ def test_a_large_file_is_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(written, "ROWS", 100)
     assert [len(piece) for piece in parts[0].vectors()] == [100] * 8
     check(parts, vectors)
+
+
+def test_pictures_are_found_anywhere_in_a_file_of_many_rows(tmp_path):
+    number = 3 * 2**16  # pyarrow reads 2^16 rows at a time.
+    vectors = pyarrow.FixedSizeListArray.from_arrays(np.zeros(number, np.float16), 1)
+    table = pyarrow.table({"id": np.arange(number).astype(str), "embedding": vectors})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    shard = written.Shard(str(tmp_path), place.place_of(str(tmp_path)), "a.parquet", 1)
+    for rows in ([0], [number - 1], [5, 2**16 - 1, 2**16, number - 2]):
+        assert [found.id for found in shard.entries(rows)] == list(map(str, rows))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from pallas_patch_embed.commands import cli, search, sheet
-from pallas_patch_embed.embed import command, sources
+from pallas_patch_embed.embed import command, sources, written
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.written import Written
 from tests.commands.shard_folders import by_id, write_tar
@@ -121,6 +121,18 @@ def test_an_output_at_a_url_is_searched(made, searched):
     command = ["--checkpoint", "model", "--image", "photos/1.png", "--json"]
     for out in ("out", "out.npz"):
         assert searched(*command, f"{url}/{out}") == searched(*command, out)
+
+
+def test_an_npz_file_at_a_signed_url_is_opened(made, monkeypatch):
+    server = "https://example.org/"
+
+    def local(url):
+        return (made / url.removeprefix(server).partition("?")[0]).open("rb")
+
+    monkeypatch.setattr(written, "open_source", local)
+    (signed,) = Written.open(f"{server}out.npz?X-Amz-Signature=abc").parts
+    (part,) = Written.open(str(made / "out.npz")).parts
+    assert signed.entries([0, 1]) == part.entries([0, 1])
 
 
 @pytest.mark.slow("compiles another encoder")

@@ -71,6 +71,15 @@ def test_the_lines_of_a_text_file_are_embedded(model, tmp_path, kind):
     }
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_file_in_utf_16_is_an_error(tmp_path, encoding):
+    path = tmp_path / "captions.txt"
+    path.write_bytes("\ufeffa red car\ntwo cats\n".encode(encoding))
+    (found,) = lines.Lines(str(path)).pictures()
+    with pytest.raises(OSError, match="cannot be read beyond line 0: it is UTF-16, expected UTF-8"):
+        found.open(1)
+
+
 @pytest.mark.slow("compiles the encoder again")
 def test_a_column_of_texts_is_embedded(model, tmp_path):
     path = tmp_path / "captions.parquet"

@@ -121,6 +121,37 @@ def test_SigLIP_lowers_letters_unless_told_otherwise(tmp_path, models):
     np.testing.assert_array_equal(ppe.load_tokenizer(path, lower=True)(texts), tokenizer(texts))
 
 
+def test_a_text_that_begins_with_a_special_token_has_no_mark_in_front_of_it(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    path = unpacked("siglip", tmp_path)
+    with (path / "spiece.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a red car", "a cat"] * 9),
+            model_writer=file,
+            vocab_size=32,
+            hard_vocab_limit=False,
+            remove_extra_whitespaces=False,  # Otherwise sentencepiece removes the mark itself.
+            **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "minloglevel": 2},
+        )
+    tokenizer = ppe.load_tokenizer(path, length=4)
+    for text in ("</s></s>", " </s>", ".</s>!"):
+        np.testing.assert_array_equal(tokenizer(text), [[1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("listed", ["tokenizer_config.json", "added_tokens.json"])
+def test_tokens_that_were_added_to_a_spiece_model_are_refused(tmp_path, listed):
+    path = unpacked("siglip", tmp_path)
+    number = json.loads((path / "config.json").read_text())["text_config"]["vocab_size"]
+    if listed == "added_tokens.json":
+        (path / listed).write_text(json.dumps({"<a>": number}))
+    else:
+        known = json.loads((path / listed).read_text())["added_tokens_decoder"]
+        assert ppe.load_tokenizer(path).length == 64  # `known` are in spiece.model.
+        edit(path / listed, added_tokens_decoder=known | {str(number): {"content": "<a>"}})
+    with pytest.raises(ValueError, match=rf"tokens were added to the {number} of spiece\.model"):
+        ppe.load_tokenizer(path)
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_length_is_the_number_of_positions(tmp_path, name):
     path = unpacked(name, tmp_path)
