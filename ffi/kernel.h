@@ -57,20 +57,19 @@ struct Segment {
 
 // The only parameter of the kernels.
 struct Arguments {
-  CUtensorMap patches;  // [M, K]; or images, see lines_of_patches() in architecture.h
-  CUtensorMap weight;   // [N, K]; on Hopper in five dimensions, on Blackwell for images in three
-  CUtensorMap y;        // [M, N]; only for Blackwell kernels that store by TMA
-  const float* scale;   // [N]
-  const void* table;    // [period, N] bfloat16, or [N] float32
-  void* out;            // [M, N]
+  CUtensorMap patches;      // [M, K]; or images, see lines_of_patches() in architecture.h
+  CUtensorMap weight;       // [N, K]; in more dimensions on Hopper, and for images on Blackwell
+  CUtensorMap y;            // [M, N]; only for Blackwell kernels that store by TMA
+  const float* scale;       // [N]
+  const void* table;        // [period, N] bfloat16, or [N] float32
+  void* out;                // [M, N]
   const Segment* segments;  // [workers, segment_count]
   int32_t M, N;
   int32_t chunks;         // number of chunks of the weight
   int32_t period;         // number of rows after which the table repeats
   int32_t segment_count;  // number of segments of each worker; those at the end may have no tiles
   int32_t grid_width;     // for images: number of patches in a row of an image
-  int32_t
-      row_patches;  // for images on Hopper: number of patches whose lines form one row of a load
+  int32_t row_patches;    // for images on Hopper: patches whose lines form one row of a load
 #ifdef PATCH_EMBED_TIMELINE
   uint32_t* timeline;  // see timeline.cuh
 #endif

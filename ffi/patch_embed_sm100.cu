@@ -560,17 +560,20 @@ class Worker {
                         int first_term, const int2* corrections, uint8_t* buffer, uint32_t offset) {
     constexpr int kCores = kStoreColumns / kCore, kCoreBytes = kCore * kOutBytes;
     const int first = s * kCores;
-    int2 correction[4] = {};
+    // Core matrices that are written at once.
+    constexpr int kWritten = out_dtype == Type::kFloat32 ? 1 : 4;
+    int2 correction[kWritten] = {};
     const auto value = [&](int r, int j) {
-      return finish(sums, r, first + j, correction[j % 4], scale[first + j],
+      return finish(sums, r, first + j, correction[j % kWritten], scale[first + j],
                     terms.rows[has_table ? r : 0][first_term + first + j]);
     };
-    const int step = out_dtype == Type::kFloat32 ? 1 : 4;
 #pragma unroll
-    for (int j = 0; j < kCores; j += step) {
+    for (int j = 0; j < kCores; j += kWritten) {
       if constexpr (kImages) {
 #pragma unroll
-        for (int m = 0; m < step; ++m) correction[m] = corrections[(first + j + m) * kCore / 2];
+        for (int m = 0; m < kWritten; ++m) {
+          correction[m] = corrections[(first + j + m) * kCore / 2];
+        }
       }
       uint8_t* address = buffer + (offset ^ (j * kCoreBytes));
 #pragma unroll

@@ -159,9 +159,9 @@ constexpr int slot_row_bytes(Type dtype) {
 //   staged[warp][buffer]   data of one TMA store: kWarpRows rows of 128 or 64 bytes of y, swizzled.
 //                          Nothing is staged if K is split
 //   partial_sums           only if K is split: see split.h
-//   barriers, and the address of tensor memory
-//   corrections            only with images: -128 times the sum of each column's weights. The tensor
-//                          cores multiply pixels u as they are, from 0 to 255, and patches are u - 128
+//   barriers
+//   corrections            only with images: -128 times the sum of each column's weights
+//   address of tensor memory
 //   weight                 after Shared: [tile_n / row_blocks, slot_row_bytes] for each chunk of K (of
 //                          the block's share of K). If the weight is streamed, for each slot, followed
 //                          by the chunks that stay
@@ -184,8 +184,10 @@ struct alignas(1024) Shared {
   uint64_t sums_arrived[kBuffers][kStoringWarps];
   uint64_t filled[slots], freed[slots];
   uint64_t multiplied[kAccumulators], accumulator_freed[kAccumulators];
+  // Not the last member: behind an array without elements nvcc 13.0 places the weight, at
+  // `&shared + 1`, inside of the padding.
+  int32_t corrections[dtype == Type::kUInt8 ? tile_n : 0];
   uint32_t tensor_memory;
-  alignas(8) int32_t corrections[dtype == Type::kUInt8 ? tile_n : 0];
 
   // Number of chunks of a streamed weight for which there is room beside the ring. They are the first
   // ones, and stay.

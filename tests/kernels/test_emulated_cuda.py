@@ -26,6 +26,7 @@ from tests.kernels.emulated_cuda import (
     SOME_STAY,
     THREADS,
     CudaCase,
+    blackwell_images,
     blackwell_split,
     compiled,
     cooperative,
@@ -76,6 +77,7 @@ ROLES = {
         "bfloat16, streamed",
         "Blackwell, two blocks, segments of several tiles",
         "images, 224, 768, 192",
+        "Blackwell, images, slots and accumulators used again",
         "split by 2, six tiles",
         "Blackwell, split by 2, slots and accumulators used again",
         "cooperative, six tiles",
@@ -91,12 +93,15 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
     assert_bit_equal(jnp.asarray(y), xla.run(*operands, out_dtype=case.out_dtype))
     chunks = tiles.chunks(Problem.of(*operands, out_dtype=case.out_dtype)) // case.config.splits
     if case.image:
-        # A chunk has two of a patch's 16 lines.
-        chunks = 16 // 2
+        # On Hopper a chunk has two of a patch's 16 lines.
+        chunks = 16 if case.capability == 100 else 16 // 2
     for block, warp in np.ndindex(stamps.shape[:2]):
         said = "".join(LETTERS[stamp % 16 - 1] for stamp in stamps[block, warp] if stamp)
         pattern = ROLES[case.capability].get(warp, "")
-        if case.image:
+        if case.image and case.capability == 100 and warp >= 4:
+            # The corrections come before the first tile.
+            pattern = f"(Pl+){pattern}"
+        elif case.image and case.capability == 90:
             # Pixels are loaded before the products of the previous chunk are issued.
             pattern = pattern.replace("(LM){chunks}", f"L(LM){{{chunks - 1}}}M")
         pattern = pattern.replace("chunks", str(chunks))
@@ -213,8 +218,8 @@ BUGS = {
         "stmatrix overwrites what is read",
     ),
     "no fence before a store": (
-        "    ptx::fence_proxy_async();\n",
-        "",
+        "    ptx::fence_proxy_async();\n    __syncwarp();\n",
+        "    __syncwarp();\n",
         "without a fence.proxy.async",
     ),
     "no fence before an accumulator is freed": (
@@ -314,8 +319,8 @@ BUGS = {
         "no barrier orders that before",
     ),
     "one lane fences for all": (
-        "    ptx::fence_proxy_async();\n",
-        "    if (elected) ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();\n    __syncwarp();\n",
+        "    if (elected) ptx::fence_proxy_async();\n    __syncwarp();\n",
         "without a fence.proxy.async of the lanes",
     ),
 }
@@ -498,6 +503,143 @@ ODD_BUGS = {
     ),
 }
 
+# Deliberate bugs in the Blackwell kernel that cuts images.
+BLACKWELL_CUT = blackwell_images(19, (7, 6), 64, "shared", 64, slots=5)
+
+BLACKWELL_IMAGE_BUGS = {
+    "the wrong line": (
+        "shared_.patches[slot.index], k, row);",
+        "shared_.patches[slot.index], k ^ 1, row);",
+        "results differ",
+    ),
+    "one line late": (
+        "shared_.patches[slot.index], k, row);",
+        "shared_.patches[slot.index], k + 1, row);",
+        "results differ",
+    ),
+    "the patches beside": (
+        "patch = row % args_.grid_width;",
+        "patch = (row + 1) % args_.grid_width;",
+        "results differ",
+    ),
+    "the row of patches below": (
+        "grid_row = row / args_.grid_width,",
+        "grid_row = row / args_.grid_width + 1,",
+        "results differ",
+    ),
+    "another line of the weight": (
+        "args_.weight, 0, column, k);",
+        "args_.weight, 0, column, k ^ 1);",
+        "results differ",
+    ),
+    "a line of the weight begins late": (
+        "args_.weight, 0, column, k);",
+        "args_.weight, 16, column, k);",
+        "results differ",
+    ),
+    "the gaps are expected as bytes": (
+        "kImages ? kRows * kLineBytes : kPatchesBytes",
+        "kPatchesBytes",
+        "no warp can continue|bytes are missing",
+    ),
+    "only half of a line is multiplied": (
+        "for (int step = 0; step < kSlotRowBytes; step += kProductBytes) {\n"
+        "      ptx::tcgen05_mma<kFactorType, kBlocks>(sums, ptx::advance(a, step)",
+        "for (int step = 0; step < kProductBytes; step += kProductBytes) {\n"
+        "      ptx::tcgen05_mma<kFactorType, kBlocks>(sums, ptx::advance(a, step)",
+        "results differ",
+    ),
+    "pixels are signed": (
+        "kInstruction = ptx::instruction_descriptor(dtype,",
+        "kInstruction = ptx::instruction_descriptor(kFactorType,",
+        "results differ",
+    ),
+    "the -128s are unsigned": (
+        "ptx::instruction_descriptor(kFactorType, kTileRows",
+        "ptx::instruction_descriptor(dtype, kTileRows",
+        "results differ",
+    ),
+    "the swizzle of patches": (
+        "ptx::shared_address(chunk), kSlotRowBytes)",
+        "ptx::shared_address(chunk), kRowBytes)",
+        "results differ|reads what|not in the first row|outside",
+    ),
+    "no corrections": (
+        "correction[m] = corrections[(first + j + m) * kCore / 2];",
+        "correction[m] = {};",
+        "results differ",
+    ),
+    "the corrections of the other warpgroup's columns": (
+        "+ storer * kColumns + thread_column();",
+        "+ (1 - storer) * kColumns + thread_column();",
+        "reads what was written|results differ",
+    ),
+    "the corrections of other columns": (
+        "corrections[(first + j + m) * kCore / 2]",
+        "corrections[(first + (j + m) / 2) * kCore / 2]",
+        "results differ",
+    ),
+    "the -128s are not written": (
+        "    if constexpr (kImages) write_constants();\n",
+        "",
+        "results differ|reads what",
+    ),
+    "half of the -128s are not written": (
+        "i < kPatchesBytes / int{sizeof(uint4)}",
+        "i < kPatchesBytes / 2 / int{sizeof(uint4)}",
+        "results differ|reads what",
+    ),
+    "no fence behind the -128s": (
+        "    }\n    ptx::fence_proxy_async();\n  }",
+        "    }\n  }",
+        "without a fence.proxy.async",
+    ),
+    "no wait for the corrections": (
+        "wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);",
+        "ptx::tcgen05_fence_after_thread_sync();",
+        "accumulator of block",
+    ),
+    "no commit of the corrections": (
+        "      if (kImages && n == 0) ptx::tcgen05_commit<kBlocks>(shared_.multiplied[0]);\n",
+        "",
+        "no warp can continue",
+    ),
+    "the corrections are not freed": (
+        "    free_accumulator(0, elected);\n",
+        "",
+        "no warp can continue|does not expect them",
+    ),
+    "the corrections are freed before they are loaded": (
+        "    wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);\n",
+        "    wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);\n"
+        "    free_accumulator(0, elected);\n",
+        "tcgen05.mma .* writes an accumulator|does not expect them",
+    ),
+    "other warps do not wait for the corrections": (
+        "    ptx::bar_sync<1, kStorers * kWarpgroup>();\n",
+        "",
+        "reads what was written|no barrier orders",
+    ),
+    "corrections in every tile": (
+        "if (kImages && n == 0) issue_corrections",
+        "if (kImages) issue_corrections",
+        "tcgen05.mma .* writes an accumulator|results differ|accumulator of block",
+    ),
+    "corrections of the first chunk alone": (
+        "if (kImages && n == 0) issue_corrections",
+        "if (kImages && n == 0 && k == 0) issue_corrections",
+        "results differ",
+    ),
+    "the first tile has the corrections' accumulator": (
+        "kCorrections = kImages ? 1 : 0;",
+        "kCorrections = 0;",
+        "accumulator|results differ|no warp can continue|does not expect them",
+    ),
+    "no wait for pixels": BUGS["no wait for patches"],
+    "no wait for a free slot": BUGS["no wait for a free slot"],
+    "the other block's half of the weight": BUGS["the other block's half of the weight"],
+}
+
 # Deliberate bugs in the Hopper kernel with cooperative warpgroups, with several tiles, and more
 # chunks than slots.
 COOPERATIVE = cooperative((6, 128, 1280), 64, INT8, "shared", 64)
@@ -659,6 +801,7 @@ ALL_BUGS = (
     + [(SOME_STAY, name) for name in STAYING_BUGS]
     + [(CUT, name) for name in IMAGE_BUGS]
     + [(CUT_ODD, name) for name in ODD_BUGS]
+    + [(BLACKWELL_CUT, name) for name in BLACKWELL_IMAGE_BUGS]
     + [(NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS]
     + [(COOPERATIVE, name) for name in COOPERATIVE_BUGS]
     + [(SPLIT_FEW if name in ONLY_WITH_FEW_ROWS else SPLIT, name) for name in SPLIT_BUGS]
@@ -673,14 +816,14 @@ ALL_BUGS = (
 BUG_SCHEDULES = (*SCHEDULES, *(({"load": "random", "multiply": "eager"}, i) for i in range(5, 25)))
 
 
-# The register count in the source of each chip's kernel, and one that is too large.
+# The register counts in the source of each chip's kernel, and others that are too large.
 REGISTERS = {
-    100: ("kStoreRegisters = 232", "kStoreRegisters = 240"),
+    100: ("kStoreRegisters = kImages ? 240 : 232", "kStoreRegisters = kImages ? 248 : 240"),
     90: ("kNeedsMost ? kMostRegisters : 232", "kNeedsMost ? 248 : 240"),
 }
 
 
-@pytest.mark.parametrize("case", [SMALL, WIDE], ids=lambda case: case.capability)
+@pytest.mark.parametrize("case", [SMALL, BLACKWELL_CUT, WIDE], ids=lambda case: case.source_dtype)
 def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
     kernel = case.source if case.tuning else cuda_launch.source(case.config)
     with pytest.raises(subprocess.CalledProcessError) as caught:
@@ -693,6 +836,7 @@ def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
     bugs = {SMALL: BUGS, CUT: IMAGE_BUGS, CUT_ODD: ODD_BUGS, COOPERATIVE: COOPERATIVE_BUGS}
     bugs |= {SPLIT: SPLIT_BUGS, SPLIT_FEW: SPLIT_BUGS, SOME_STAY: STAYING_BUGS}
     bugs |= dict.fromkeys((BLACKWELL_SPLIT, BLACKWELL_SPLIT_FEW), BLACKWELL_SPLIT_BUGS)
+    bugs |= {BLACKWELL_CUT: BLACKWELL_IMAGE_BUGS}
     right, wrong, message = bugs.get(case, HOPPER_BUGS)[name]
     kernel = case.source if case.tuning else cuda_launch.source(case.config)
     ptx = compile_source(kernel, tmp_path, case.capability, (right, wrong))
