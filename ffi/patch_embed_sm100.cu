@@ -145,7 +145,7 @@ class Worker {
   static_assert(!kImages || (!kSplit && !stream_weight),
                 "images need a weight that stays, and no split of K.");
   static_assert(!kImages || sizeof(Memory::staged) >= kPatchesBytes,
-                "the matrix of -128s does not fit into the staging buffers.");
+                "the matrix of -128s needs more bytes than the staging buffers have.");
   static_assert(!kSplit || (!stream_weight && kKeepTable && kStepColumns == kColumns),
                 "a split of K needs a weight and terms that stay, and tiles of one step.");
   static_assert(!kSplit || Memory::kVectors % kMostSplits == 0,
@@ -250,13 +250,13 @@ class Worker {
     ptx::fence_mbarrier_init();
   }
 
-  // Fills the first staging buffers, which are not in use yet, with a matrix of -128s in int8. Its
-  // layout does not matter.
+  // Writes 32 times -128 in int8 to the staging buffers, which are not in use yet. This is the first
+  // row of a matrix. The other rows may hold anything, because only the first row of its product with
+  // the weight is read.
   __device__ void write_constants() {
-    auto* const constants = reinterpret_cast<uint4*>(shared_.staged);
-    for (int i = threadIdx.x; i < kPatchesBytes / int{sizeof(uint4)}; i += kThreads) {
-      constants[i] = {0x80808080, 0x80808080, 0x80808080, 0x80808080};
-    }
+    if (threadIdx.x >= kProductBytes / sizeof(uint4)) return;
+    const uint4 constants = {0x80808080, 0x80808080, 0x80808080, 0x80808080};
+    reinterpret_cast<uint4*>(shared_.staged)[threadIdx.x] = constants;
     ptx::fence_proxy_async();
   }
 
@@ -391,7 +391,7 @@ class Worker {
     return ptx::tcgen05_matrix_descriptor(ptx::shared_address(chunk), kSlotRowBytes);
   }
 
-  // Issues the products of -128s and of chunk k of the weight.
+  // Issues the products of the matrix of -128s and chunk k of the weight. All bytes of a row are equal.
   __device__ void issue_corrections(uint32_t sums, const RingSlot& slot, int k) {
     const uint64_t a = matrix(shared_.staged), b = matrix(weight(slot, k));
 #pragma unroll
@@ -507,7 +507,7 @@ class Worker {
     return reinterpret_cast<int2*>(first)[j * kCore / 2];
   }
 
-  // Loads the corrections from tensor memory, where all rows are equal, and writes them to shared
+  // Loads the corrections, which are the first row of their accumulator, and writes them to shared
   // memory, because there are no registers left for them with 256 columns and a table.
   __device__ void load_corrections(int storer, uint32_t first_sum, bool elected) {
     wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);

@@ -42,7 +42,7 @@
 //                                                  warps wait before their first tile, the other warps
 //                                                  when their role is over
 //   allocate, relinquish    one warp of a block    both blocks of a pair do it collectively
-//   write constants         all threads            only with images: the tensor cores multiply them
+//   write constants         two threads            only with images: the tensor cores multiply them
 //   synchronise             all threads            publishes the address of tensor memory
 //   setmaxnreg              each warpgroup         the first warpgroup releases registers that the
 //                                                  storing warpgroups take

@@ -49,8 +49,8 @@ INTERFACE = 5
 SPELLED = {row.name: row.cuda for row in TABLE.values()}
 IMAGES = "u8"
 
-# Cycles in which Hopper's TMA loads a chunk of a patch from an image, in rows of 96 bytes (the lines
-# of two patches) or of 48 bytes (kernel.h). Blackwell's kernel has rows of 48 bytes.
+# Cycles in which TMA loads a chunk of a patch from an image on Hopper, in rows of 96 bytes (the
+# lines of two patches) or of 48 bytes (kernel.h). On Blackwell all rows have 48 bytes.
 PIXELS, ODD_PIXELS = 4.3 * 128 / 96, 3.2 * 128 / 48
 
 # Products of Blackwell's kernel relative to those of patches, if it cuts images: a line of a patch
@@ -175,7 +175,12 @@ class CudaConfig:
         """Returns the work of a launch, from which its time is predicted."""
         hopper = self.capability == HOPPER
         passes = 2 if hopper and not self.cooperative else 1
-        tiling, chunks, streamed, pixels = self.tiling(problem, chip), tiles.chunks(problem), 0.0, 0.0
+        tiling, chunks, streamed, pixels = (
+            self.tiling(problem, chip),
+            tiles.chunks(problem),
+            0.0,
+            0.0,
+        )
         if self.stream_weight:
             streamed = 1 - self.launch(problem, chip)["staying_chunks"] / chunks
         if problem.images is not None:

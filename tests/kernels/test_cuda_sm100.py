@@ -12,15 +12,17 @@ from tests.kernels.knobs import instance
 from tests.repository import ROOT
 
 FFI = ROOT / "ffi"
-DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16"}
+DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16", "u8": "kUInt8"}
 
 HOST = """
 #include "ptx/instruction_descriptor.h"
 #include "ptx/matrix_descriptor.h"
 using namespace patch_embed;
-extern "C" uint64_t made(uint32_t address) { return ptx::tcgen05_matrix_descriptor(address); }
-extern "C" uint64_t moved(uint32_t address, uint32_t bytes) {
-  return ptx::advance(ptx::tcgen05_matrix_descriptor(address), bytes);
+extern "C" uint64_t made(uint32_t address, uint32_t swizzle) {
+  return ptx::tcgen05_matrix_descriptor(address, swizzle);
+}
+extern "C" uint64_t moved(uint32_t address, uint32_t swizzle, uint32_t bytes) {
+  return ptx::advance(ptx::tcgen05_matrix_descriptor(address, swizzle), bytes);
 }
 extern "C" uint32_t e4m3(int rows, int columns) {
   return ptx::instruction_descriptor(Type::kFloat8E4M3FN, rows, columns);
@@ -31,8 +33,13 @@ extern "C" uint32_t bf16(int rows, int columns) {
 extern "C" uint32_t i8(int rows, int columns) {
   return ptx::instruction_descriptor(Type::kInt8, rows, columns);
 }
-static_assert(ptx::tcgen05_matrix_descriptor(0) == 0x4000404000010000);
+extern "C" uint32_t u8(int rows, int columns) {
+  return ptx::instruction_descriptor(Type::kUInt8, rows, columns);
+}
+static_assert(ptx::tcgen05_matrix_descriptor(0, 128) == 0x4000404000010000);
+static_assert(ptx::tcgen05_matrix_descriptor(0, 64) == 0x8000402000010000);
 static_assert(ptx::instruction_descriptor(Type::kInt8, 256, 256) == 0x104004A0);
+static_assert(ptx::instruction_descriptor(Type::kUInt8, 256, 256) == 0x10400420);
 """
 
 
@@ -46,7 +53,8 @@ def host(nvcc, tmp_path_factory):
     subprocess.run([*command, f"-I{FFI}", source, "-o", folder / "host.so"], check=True)
     library = ctypes.CDLL(folder / "host.so")
     library.made.restype = library.moved.restype = ctypes.c_uint64
-    library.e4m3.restype = library.bf16.restype = library.i8.restype = ctypes.c_uint32
+    for dtype in DTYPES:
+        getattr(library, dtype).restype = ctypes.c_uint32
     return library
 
 
@@ -82,27 +90,32 @@ INSTRUCTION_FIELDS = {
 
 
 @pytest.mark.parametrize("address", [0x400, 0x400 + 16384, 0x400 + 5 * 4096, 227 * 1024])
+@pytest.mark.parametrize("swizzle", [128, 64])
 @pytest.mark.parametrize("step", [None, 0, 32, 64, 96])
-def test_a_matrix_is_rows_of_128_swizzled_bytes(host, address, step):
-    found = host.made(address) if step is None else host.moved(address, step)
+def test_a_matrix_is_rows_of_swizzled_bytes(host, address, swizzle, step):
+    found = host.made(address, swizzle)
+    if step is not None:
+        found = host.moved(address, swizzle, step)
     assert fields(found, MATRIX) == {
         "start": (address + (step or 0)) % 2**18 // 16,
         "leading": 1,
-        "stride": 1024 // 16,
+        "stride": 8 * swizzle // 16,
         "version": 0b001,
         "base offset": 0,
         "leading dimension mode": 0,
-        "swizzle": 2,
+        "swizzle": {128: 2, 64: 4}[swizzle],
         "rest": 0,
     }
 
 
 @pytest.mark.parametrize("rows", [128, 256])
 @pytest.mark.parametrize("columns", [64, 128, 192, 256])
-@pytest.mark.parametrize("dtype, sums, operand", [("e4m3", 1, 0), ("bf16", 1, 1), ("i8", 2, 1)])
-def test_an_instruction_has_the_types_and_the_shape(host, dtype, sums, operand, rows, columns):
+@pytest.mark.parametrize(
+    "dtype, sums, a, b", [("e4m3", 1, 0, 0), ("bf16", 1, 1, 1), ("i8", 2, 1, 1), ("u8", 2, 0, 1)]
+)
+def test_an_instruction_has_the_types_and_the_shape(host, dtype, sums, a, b, rows, columns):
     found = fields(getattr(host, dtype)(rows, columns), INSTRUCTION_FIELDS)
-    expected = dict.fromkeys(found, 0) | dict(sums=sums, a=operand, b=operand)
+    expected = dict.fromkeys(found, 0) | dict(sums=sums, a=a, b=b)
     assert found == expected | dict(rows=rows // 16, columns=columns // 8)
 
 
@@ -126,6 +139,7 @@ FINE = ("i8", "bf16", "table", 256, "b2", 4, "stationary")
         ),
         (("i8", "bf16", "table", 256, "b2", 9, "streamed"), {}, "do not fit into shared memory"),
         (("i8", "bf16", "table", 64, "split", 4, "streamed"), {}, "a split of K needs a weight"),
+        (("u8", "bf16", "table", 64, "b2", 8, "streamed"), {}, "images need a weight that stays"),
         (FINE, dict(kLoadColumns=128, kStepColumns=128), "a load must have 16, 32 or 64 columns"),
         (
             FINE,

@@ -40,12 +40,13 @@ NAMES = (
     "two blocks, streamed weight, two stores a tile",
     "one block, segments of several tiles, two slices",
 )
-# CUDA kernels that cover the same features, and a split of K.
+# CUDA kernels that cover the same features, a split of K, and images.
 CUDA_NAMES = (
     "Blackwell, two blocks, segments of several tiles",
     "Blackwell, two blocks, streamed weight, slots and accumulators used again",
     "Blackwell, one block, segments of several tiles, two slices",
     "Blackwell, split by 2, slots and accumulators used again",
+    "Blackwell, images, slots and accumulators used again",
 )
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
