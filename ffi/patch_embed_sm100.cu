@@ -493,14 +493,6 @@ class Worker {
     }
   }
 
-  // Returns the thread's two sums in its r-th row of core matrix j of a step, with a correction.
-  __device__ static int2 corrected(const Sums& sums, int r, int j, int2 correction) {
-    constexpr int kLoaded = kLoadColumns / kCore;
-    const auto& loaded = sums[r / 2][j / kLoaded];
-    const int first = j % kLoaded * 4 + r % 2 * 2;
-    return {int(loaded[first]) + correction.x, int(loaded[first + 1]) + correction.y};
-  }
-
   // Returns the place of the corrections of the thread's two columns of core matrix j of its warp.
   __device__ int2& correction(int storer, int j) {
     int32_t* const first = shared_.corrections + storer * kColumns + thread_column();
@@ -512,15 +504,18 @@ class Worker {
   __device__ void load_corrections(int storer, uint32_t first_sum, bool elected) {
     wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);
 #pragma unroll
-    for (int first = 0; first < kColumns; first += kStepColumns) {
-      Sums sums;
-      load_sums(sums, first_sum + first);
+    for (int first = 0; first < kColumns; first += kLoadColumns) {
+      uint32_t sums[kLoadColumns / 2];
+      ptx::tcgen05_ld_16x256b(sums, first_sum + first);
+      ptx::tcgen05_wait_ld();
+      for (uint32_t& sum : sums) ptx::pin(sum);
       if (threadIdx.x % kWarpgroup >= kCore / 2) continue;
 #pragma unroll
-      for (int j = 0; j < kStepColumns / kCore; ++j) {
-        correction(storer, first / kCore + j) = corrected(sums, 0, j, {});
+      for (int j = 0; j < kLoadColumns / kCore; ++j) {
+        correction(storer, first / kCore + j) = {int(sums[4 * j]), int(sums[4 * j + 1])};
       }
     }
+    timeline_.stamp(Event::kLoaded);
     free_accumulator(0, elected);
     ptx::bar_sync<1, kStorers * kWarpgroup>();
   }
@@ -529,8 +524,11 @@ class Worker {
   // step.
   __device__ static float2 finish(const Sums& sums, int r, int j, int2 correction, float2 scale,
                                   float2 term) {
-    const int2 sum = corrected(sums, r, j, correction);
-    return __ffma2_rn(to_float(sum.x, sum.y), scale, term);
+    constexpr int kLoaded = kLoadColumns / kCore;
+    const auto& loaded = sums[r / 2][j / kLoaded];
+    const int first = j % kLoaded * 4 + r % 2 * 2;
+    return __ffma2_rn(to_float(loaded[first] + correction.x, loaded[first + 1] + correction.y),
+                      scale, term);
   }
 
   // Returns the offset in a staging buffer at which a thread writes its part of the first core

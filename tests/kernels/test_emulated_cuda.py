@@ -100,7 +100,7 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
         pattern = ROLES[case.capability].get(warp, "")
         if case.image and case.capability == 100 and warp >= 4:
             # The corrections come before the first tile.
-            pattern = f"(Pl+){pattern}"
+            pattern = f"Pl{pattern}"
         elif case.image and case.capability == 90:
             # Pixels are loaded before the products of the previous chunk are issued.
             pattern = pattern.replace("(LM){chunks}", f"L(LM){{{chunks - 1}}}M")
@@ -858,11 +858,9 @@ def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
 def test_sums_of_pixels_beyond_2_24_are_exact(tmp_path, as_integers):
     """The corrections must be added as integers: float32 has no odd numbers beyond 2^24."""
     wrong = (
-        "    const int2 sum = corrected(sums, r, j, correction);\n"
-        "    return __ffma2_rn(to_float(sum.x, sum.y), scale, term);",
-        "    const int2 sum = corrected(sums, r, j, {});\n"
-        "    const float2 x = to_float(sum.x, sum.y), y = to_float(correction.x, correction.y);\n"
-        "    return __ffma2_rn({x.x + y.x, x.y + y.y}, scale, term);",
+        "to_float(loaded[first] + correction.x, loaded[first + 1] + correction.y)",
+        "float2{to_float(loaded[first], 0).x + float(correction.x),"
+        " to_float(loaded[first + 1], 0).x + float(correction.y)}",
     )
     case = blackwell_images(2, (5, 6), 64, "none", 64, "float32", slots=5)
     source = cuda_launch.source(case.config)
