@@ -325,7 +325,8 @@ def resident_kernel(
     """Describes a Pallas or CUDA kernel; `launch` has the fields of `cuda.launch`."""
     tiling = config.tiling(problem, CHIP_OF[architecture])
     chunks, columns = tiles.chunks(problem), launch["tensor_memory_columns"]
-    streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
+    streamed = launch.get("chunks", chunks) - launch["staying_chunks"]
+    streamed *= config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
     # From images, a row of a box is one line of one or two patches. A pixel's channels are bytes,
     # so the first size of the box is the row's length in bytes.

@@ -382,7 +382,10 @@ CASES |= {
         "512": blackwell_images(1, (32, 32), 64, "none", 64),
         "240": blackwell_images(2, (15, 15), 128, "per image", 128),
         "432, one block": blackwell_images(1, (27, 27), 64, "shared", 64, blocks=1),
-        "slots and accumulators used again": blackwell_images(11, (8, 16), 64, "shared", 64),
+        # With fewer slots than the built kernel has, the last slot is not that of the last line.
+        "slots and accumulators used again": blackwell_images(
+            11, (8, 16), 64, "shared", 64, slots=12
+        ),
         "one image, one block, two slices": blackwell_images(
             1, (14, 14), 128, "shared", 64, "float32", blocks=1
         ),
