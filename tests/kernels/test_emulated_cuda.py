@@ -208,8 +208,8 @@ BUGS = {
         "accumulator of block",
     ),
     "no wait for a load of tensor memory": (
-        "    ptx::tcgen05_wait_ld();\n",
-        "",
+        "    ptx::tcgen05_wait_ld();\n#pragma unroll\n",
+        "#pragma unroll\n",
         "used before tcgen05.wait::ld",
     ),
     "no wait for a store's read": (
@@ -233,8 +233,8 @@ BUGS = {
         "tcgen05.mma .* writes an accumulator",
     ),
     "no fence after the products": (
-        "wait_for_accumulator(shared_.multiplied",
-        "wait(shared_.multiplied",
+        "wait_for_accumulator(shared_.multiplied[accumulator.index]",
+        "wait(shared_.multiplied[accumulator.index]",
         "tcgen05.ld reads an accumulator",
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
@@ -598,6 +598,16 @@ BLACKWELL_IMAGE_BUGS = {
         "wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);",
         "ptx::tcgen05_fence_after_thread_sync();",
         "accumulator of block",
+    ),
+    "no wait for a load of the corrections": (
+        "      ptx::tcgen05_wait_ld();\n      for",
+        "      for",
+        "used before tcgen05.wait::ld",
+    ),
+    "no fence after the corrections": (
+        "wait_for_accumulator(shared_.multiplied[0], 0,",
+        "wait(shared_.multiplied[0], 0,",
+        "tcgen05.ld reads an accumulator",
     ),
     "no commit of the corrections": (
         "      if (kImages && n == 0) ptx::tcgen05_commit<kBlocks>(shared_.multiplied[0]);\n",
