@@ -325,16 +325,27 @@ def resident_kernel(
     """Describes a Pallas or CUDA kernel; `launch` has the fields of `cuda.launch`."""
     tiling = config.tiling(problem, CHIP_OF[architecture])
     chunks, columns = tiles.chunks(problem), launch["tensor_memory_columns"]
-    streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
+    streamed = launch.get("chunks", chunks) - launch["staying_chunks"]
+    streamed *= config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
     # From images, a row of a box is one line of one or two patches. A pixel's channels are bytes,
     # so the first size of the box is the row's length in bytes.
     row_bytes = ROW_BYTES if problem.images is None else launch["patches"]["box"][0]
+    K, fills = problem.patches[-1], -(-chunks // splits)
     if columns:
         multiply = executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)
+        store = "LDTM"
+        if problem.images is not None:
+            # A line has a slot of its own, and is multiplied as a whole row of its swizzle. Half of
+            # the products, and some loads of tensor memory, are for the corrections, which only a
+            # worker's first tile computes.
+            fills = launch["chunks"]
+            K = fills * launch["patches"]["swizzle"]
+            multiply = {x: n // 2 if MATRIX.match(x) else n for x, n in multiply.items()}
+            store = "UTMASTG"
         loops = (
             Loop("multiply", launch["multiplying_warps"], multiply),
-            Loop("store", launch["storing_warps"], executed(code.sass, "LDTM", 1)),
+            Loop("store", launch["storing_warps"], executed(code.sass, store, 1)),
         )
     else:
         warps = launch["multiplying_warps"]
@@ -344,7 +355,7 @@ def resident_kernel(
     tile = Tile(
         rows=config.tile_m,
         columns=config.tile_n,
-        K=problem.patches[-1],
+        K=K,
         blocks=tiling.blocks,
         slices=tiling.slices,
         multiprocessors=tiling.thread_blocks,
@@ -352,7 +363,7 @@ def resident_kernel(
         tma_bytes=patch_bytes + streamed,
         tma_rows=patch_bytes // row_bytes + streamed // ROW_BYTES,
         slots=config.slots if columns else 0,
-        fills=-(-chunks // splits) if columns else 0,
+        fills=fills if columns else 0,
     )
     shared = launch["shared_memory"]
     described = (problem.dtype, str(config), code, shared, columns, tile, loops)
@@ -408,15 +419,16 @@ def cuda_kernel(
         problem = image_problem(shape, images, dtype)
     capability = int(architecture.removeprefix("sm_"))
     config = cuda.choose_config(problem, capability, CHIP_OF[architecture])
+    launch = cuda_launch.prepared(config, problem, CHIP_OF[architecture])[1]
     return resident_kernel(
         "CUDA images" if uncut else "CUDA",
         architecture,
         problem=problem,
         config=config,
         code=library[capability, config.symbol],
-        # For images the loop over K is unrolled.
-        steps=1 if uncut else -(-tiles.chunks(problem) // config.splits),
-        launch=cuda_launch.prepared(config, problem, CHIP_OF[architecture])[1],
+        # For images Hopper's loop over K is unrolled.
+        steps=1 if uncut and capability == 90 else -(-launch["chunks"] // config.splits),
+        launch=launch,
         splits=config.splits,
     )
 

@@ -66,6 +66,25 @@ inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_column
   return map;
 }
 
+// Returns the tensor map of images. The channels of a "pixel" are the lines of `patches` (one or two)
+// neighbouring patches. The tensor's width is the number of such pixels, its height the lines of a
+// patch, and its last dimension the rows of patches of all images. The bounding box is one line high.
+// A load starts at a patch and covers `rows` patches in the order of the rows of y; its offset selects
+// the line of each patch.
+inline TensorMap lines_of_patches(const Shapes& s, int patches, int rows, int swizzle) {
+  const int64_t grid_width = s.width / kPatchSide, line = 3 * s.width;
+  const int row_bytes = patches * kLineBytes;
+  return {Type::kUInt8,
+          4,
+          {cuuint64_t(row_bytes), cuuint64_t(grid_width / patches), kPatchSide,
+           cuuint64_t(s.M / grid_width)},
+          {cuuint64_t(row_bytes), cuuint64_t(line), cuuint64_t(kPatchSide * line)},
+          {cuuint32_t(row_bytes), cuuint32_t(rows / patches)},
+          swizzle,
+          true,
+          {0, 1 - kPatchSide}};
+}
+
 struct Architecture {
   int number;              // the number after `sm` in the names of kernels
   int threads;             // threads of a block
@@ -74,6 +93,7 @@ struct Architecture {
   const char* split_name;  // how names of kernels that split K begin the number of blocks
 
   int (*tile_rows)(const Config&);                     // rows of a tile
+  int (*chunks)(const Config&, const Shapes&);         // chunks of the weight
   int (*tensor_memory_columns)(int tile_n);            // 32-bit columns that a block allocates
   TensorMap (*patches)(const Config&, const Shapes&);  // the tensor maps
   TensorMap (*weight)(const Config&, const Shapes&);

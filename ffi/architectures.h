@@ -17,5 +17,6 @@
   X(90, kUInt8, 90)                  \
   X(100, kFloat8E4M3FN, 100, 103)    \
   X(100, kInt8, 100)                 \
-  X(100, kBFloat16, 100, 103)
+  X(100, kBFloat16, 100, 103)        \
+  X(100, kUInt8, 100)
 // clang-format on

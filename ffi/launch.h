@@ -16,7 +16,7 @@ struct Launch {
   int cluster;            // thread blocks of a cluster
   int threads;            // threads of a block
   int64_t shared_memory;  // dynamic shared memory of a block, in bytes
-  int chunks;             // chunks of kRowBytes in K
+  int chunks;             // chunks of the weight
   TensorMap patches, weight, y;
 
   // The remaining members are not needed for the launch. They describe the kernel to tools that
@@ -152,7 +152,7 @@ inline std::string launch_of(const Kernel& kernel, const Shapes& s, Launch* laun
            " segments each, and the table has " + text(s.period) +
            " rows, expected at least 1 of each. Use the segments of schedule.segments().";
   }
-  const int chunks = int(row_bytes / kRowBytes), splits = config.splits();
+  const int chunks = architecture.chunks(config, s), splits = config.splits();
   if (chunks < splits) {
     return "K is " + text(s.K) + ", expected at least " + text(splits * kRowBytes) + " bytes, " +
            text(kRowBytes) + " for each block. Use a kernel with fewer blocks.";

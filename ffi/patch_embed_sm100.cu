@@ -15,6 +15,14 @@
 // shared memory, or with those of every tile if it is streamed. Of a streamed weight the first chunks
 // stay, as many as there is room for. Scale and table stay in registers for a segment.
 //
+// With images a slot has one line of each patch, which TMA cuts in im2col mode, and the tensor cores
+// multiply the pixels u as they are, from 0 to 255. Patches are u - 128, so the sums must be corrected
+// by -128 times the sum of each column's weights. The tensor cores compute these corrections during
+// the worker's first tile, as the product of a matrix of -128s and the weight, in the accumulator that
+// is free. The storing warps add them to the sums as integers: the sums reach 255 * 127 * 768, which
+// float32 does not represent exactly, but corrected sums are below 2^24. So the results are equal bit
+// for bit to those from patches.
+//
 // If there are fewer tiles than multiprocessors, a cluster of 2, 4 or 8 blocks can compute each tile
 // (`split`). Each block multiplies a part of K. Then the storing warps exchange their partial sums
 // through distributed shared memory, and each block completes a part of the tile and stores it from
@@ -37,15 +45,10 @@
 
 namespace patch_embed::sm100 {
 
-// Registers of a thread after setmaxnreg, in the first warpgroup and in the storing warpgroups.
-constexpr int kFirstRegisters = 40, kStoreRegisters = 232;
-static_assert(
-    kFirstRegisters + kStorers * kStoreRegisters <= (1 + kStorers) * registers_at_launch(kThreads),
-    "setmaxnreg would wait forever: the warpgroups request more registers than the block has.");
-
-// Registers that a storing thread needs in addition to sums, scale and table. If a variant leaves
-// fewer registers, it spills.
+// Registers that a storing thread needs in addition to sums, scale and table, and with images those
+// for the corrections that it uses next. If a variant leaves fewer registers, it spills.
 constexpr int other_registers(Type out_dtype) { return out_dtype == Type::kFloat32 ? 16 : 8; }
+constexpr int kCorrectionRegisters = 8;
 
 // Bytes of K that one tcgen05.mma multiplies.
 constexpr int kProductBytes = 32;
@@ -60,9 +63,16 @@ class Worker {
   static constexpr bool kSplit = sharing == Sharing::kSplit;
   static constexpr int kBlocks = row_blocks(sharing);
   static constexpr int kTileRows = kBlocks * kRows;
+  static constexpr bool kImages = dtype == Type::kUInt8;
+  static constexpr Type kFactorType = factor_type(dtype);
   static constexpr int kTileK = kRowBytes / itemsize(dtype);
   static constexpr int kWeightRows = tile_n / kBlocks;
-  static constexpr int kPatchesBytes = kRows * kRowBytes, kWeightBytes = kWeightRows * kRowBytes;
+  static constexpr int kSlotRowBytes = slot_row_bytes(dtype);
+  static constexpr int kPatchesBytes = kRows * kSlotRowBytes;
+  static constexpr int kWeightBytes = kWeightRows * kSlotRowBytes;
+
+  // Bytes that TMA writes for a slot's patches, and counts. A line of pixels is followed by a gap.
+  static constexpr int kLoadedBytes = kImages ? kRows * kLineBytes : kPatchesBytes;
 
   // Columns of a storing warp, of a TMA store, and of a core matrix. A thread has two columns of
   // each core matrix.
@@ -79,15 +89,28 @@ class Worker {
   static constexpr int kThreadRows = kWarpRows / kCore;
   static constexpr int kTermRows = has_table ? kThreadRows : 1;
 
+  // Registers of a thread after setmaxnreg, in the first warpgroup and in the storing warpgroups.
+  static constexpr int kFirstRegisters = kImages ? 24 : 40, kStoreRegisters = kImages ? 240 : 232;
+  static_assert(
+      kFirstRegisters + kStorers * kStoreRegisters <=
+          (1 + kStorers) * registers_at_launch(kThreads),
+      "setmaxnreg would wait forever: the warpgroups request more registers than the block has.");
+
   static constexpr int kTensorColumns = tensor_memory_columns(tile_n);
   static constexpr uint32_t kInstruction = ptx::instruction_descriptor(dtype, kTileRows, tile_n);
+
+  // With images the corrections are the accumulators' first content, before that of the first tile.
+  // Both of their factors are int8.
+  static constexpr uint32_t kCorrections = kImages ? 1 : 0;
+  static constexpr uint32_t kCorrectingInstruction =
+      ptx::instruction_descriptor(kFactorType, kTileRows, tile_n);
 
   static constexpr int kStepColumns = Tuned::kStepColumns, kLoadColumns = Tuned::kLoadColumns;
   static constexpr int kBuffers = Tuned::kStagingBuffers, kGroup = Tuned::kStoresPerGroup;
   static constexpr bool kKeepTable = Tuned::kKeepTable;
 
   using Blocks = std::conditional_t<kSplit, Cluster, OneBlock>;
-  using Memory = Shared<out_dtype, tile_n, sharing, slots, stream_weight, Tuned>;
+  using Memory = Shared<dtype, out_dtype, tile_n, sharing, slots, stream_weight, Tuned>;
   static constexpr int kFirstStaying = stream_weight ? slots : 0;
   static constexpr int kMostStaying = Memory::most_staying();
   static_assert(sharing != Sharing::kCooperative,
@@ -109,7 +132,7 @@ class Worker {
   static_assert(Tuned::kStaggerCycles >= 0, "kStaggerCycles must not be negative.");
   static_assert(kStepColumns + kColumns / 4 +
                         (kKeepTable ? kColumns : kStepColumns) / 4 * kTermRows +
-                        other_registers(out_dtype) <=
+                        other_registers(out_dtype) + (kImages ? kCorrectionRegisters : 0) <=
                     kStoreRegisters,
                 "sums, scale and table need too many registers.");
   static_assert(kPatchesBytes % 1024 == 0 && kWeightBytes % 1024 == 0 &&
@@ -119,6 +142,10 @@ class Worker {
                         sizeof(Memory::accumulator_freed) + sizeof(Memory::tensor_memory) <=
                     1024,
                 "the barriers need more than the 1024 bytes between buffers and weight.");
+  static_assert(!kImages || (!kSplit && !stream_weight),
+                "images need a weight that stays, and no split of K.");
+  static_assert(!kImages || sizeof(Memory::staged) >= kPatchesBytes,
+                "the matrix of -128s needs more bytes than the staging buffers have.");
   static_assert(!kSplit || (!stream_weight && kKeepTable && kStepColumns == kColumns),
                 "a split of K needs a weight and terms that stay, and tiles of one step.");
   static_assert(!kSplit || Memory::kVectors % kMostSplits == 0,
@@ -155,6 +182,7 @@ class Worker {
       if constexpr (!kSplit) ptx::prefetch_tensormap(args_.y);
     }
     __syncwarp();
+    if constexpr (kImages) write_constants();
     if constexpr (kBlocks == 2) await_peer();
     Blocks::arrive();
     if (warp == kAllocatingWarp) {
@@ -198,7 +226,7 @@ class Worker {
     uint32_t index, parity;
   };
 
-  // The accumulator of the worker's n-th tile, and the parity of its phase.
+  // The accumulator of the worker's (n - kCorrections)-th tile, and the parity of its phase.
   struct Accumulator {
     __device__ explicit Accumulator(uint32_t n)
         : index(n % kAccumulators), parity(n / kAccumulators & 1) {}
@@ -220,6 +248,16 @@ class Worker {
       }
     }
     ptx::fence_mbarrier_init();
+  }
+
+  // Writes 32 times -128 in int8 to the staging buffers, which are not in use yet. This is the first
+  // row of a matrix. The other rows may hold anything, because only the first row of its product with
+  // the weight is read.
+  __device__ void write_constants() {
+    if (threadIdx.x >= kProductBytes / sizeof(uint4)) return;
+    const uint4 constants = {0x80808080, 0x80808080, 0x80808080, 0x80808080};
+    reinterpret_cast<uint4*>(shared_.staged)[threadIdx.x] = constants;
+    ptx::fence_proxy_async();
   }
 
   // Returns the number of chunks that this block multiplies.
@@ -277,12 +315,26 @@ class Worker {
     timeline_.stamp(event);
   }
 
-  // Loads a box by TMA. The load arrives at the first block's barrier.
-  __device__ void load(void* target, const CUtensorMap& map, int x, int y, ptx::Mbarrier& arrived) {
+  // Loads the box at these coordinates by TMA. The load arrives at the first block's barrier.
+  template <typename... Coordinates>
+  __device__ void load(ptx::Mbarrier& arrived, void* target, const CUtensorMap& map,
+                       Coordinates... at) {
     if constexpr (kBlocks == 2) {
-      ptx::cp_async_bulk_tensor_of_pair(target, map, x, y, ptx::mapa(&arrived, 0));
+      ptx::cp_async_bulk_tensor_of_pair(target, map, at..., ptx::mapa(&arrived, 0));
     } else {
-      ptx::cp_async_bulk_tensor(target, map, x, y, arrived);
+      ptx::cp_async_bulk_tensor(target, map, at..., arrived);
+    }
+  }
+
+  // Loads a line of kRows patches, from row `row` on.
+  __device__ void load_line(ptx::Mbarrier& arrived, void* target, int line, int row) {
+    const int grid_row = row / args_.grid_width, patch = row % args_.grid_width;
+    if constexpr (kBlocks == 2) {
+      ptx::cp_async_bulk_tensor_im2col_of_pair(target, args_.patches, 0, patch, 0, grid_row, 0,
+                                               line, ptx::mapa(&arrived, 0));
+    } else {
+      ptx::cp_async_bulk_tensor_im2col(target, args_.patches, 0, patch, 0, grid_row, 0, line,
+                                       arrived);
     }
   }
 
@@ -297,13 +349,22 @@ class Worker {
   __device__ void load_chunk(const RingSlot& slot, int k, int row, bool with_weight) {
     ptx::Mbarrier& filled = shared_.filled[slot.index];
     if (rank_ == 0) {
-      const int bytes = kPatchesBytes + (with_weight ? kWeightBytes : 0);
+      const int bytes = kLoadedBytes + (with_weight ? kWeightBytes : 0);
       ptx::mbarrier_arrive_expect_tx(filled, kBlocks * bytes);
     }
     const int x = (share_begin_ + k) * kTileK;
-    load(shared_.patches[slot.index], args_.patches, x, row, filled);
+    if constexpr (kImages) {
+      load_line(filled, shared_.patches[slot.index], k, row);
+    } else {
+      load(filled, shared_.patches[slot.index], args_.patches, x, row);
+    }
     if (with_weight) {
-      load(weight(slot, k), args_.weight, x, column_ + rank_ * kWeightRows, filled);
+      const int column = column_ + rank_ * kWeightRows;
+      if constexpr (kImages) {
+        load(filled, weight(slot, k), args_.weight, 0, column, k);
+      } else {
+        load(filled, weight(slot, k), args_.weight, x, column);
+      }
     }
     timeline_.stamp(Event::kLoadsIssued);
   }
@@ -325,15 +386,28 @@ class Worker {
     }
   }
 
+  // Returns the descriptor of a chunk of patches or of the weight.
+  __device__ static uint64_t matrix(const void* chunk) {
+    return ptx::tcgen05_matrix_descriptor(ptx::shared_address(chunk), kSlotRowBytes);
+  }
+
+  // Issues the products of the matrix of -128s and chunk k of the weight. All bytes of a row are equal.
+  __device__ void issue_corrections(uint32_t sums, const RingSlot& slot, int k) {
+    const uint64_t a = matrix(shared_.staged), b = matrix(weight(slot, k));
+#pragma unroll
+    for (int step = 0; step < kSlotRowBytes; step += kProductBytes) {
+      ptx::tcgen05_mma<kFactorType, kBlocks>(sums, a, ptx::advance(b, step), kCorrectingInstruction,
+                                             k > 0 || step > 0);
+    }
+  }
+
   // Issues the products of chunk k, and the commit that frees its slot when the products are done.
   __device__ void issue_products(uint32_t sums, const RingSlot& slot, int k) {
-    const uint64_t a =
-        ptx::tcgen05_matrix_descriptor(ptx::shared_address(shared_.patches[slot.index]));
-    const uint64_t b = ptx::tcgen05_matrix_descriptor(ptx::shared_address(weight(slot, k)));
+    const uint64_t a = matrix(shared_.patches[slot.index]), b = matrix(weight(slot, k));
 #pragma unroll
-    for (int step = 0; step < kRowBytes; step += kProductBytes) {
-      ptx::tcgen05_mma<dtype, kBlocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
-                                       kInstruction, k > 0 || step > 0);
+    for (int step = 0; step < kSlotRowBytes; step += kProductBytes) {
+      ptx::tcgen05_mma<kFactorType, kBlocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
+                                             kInstruction, k > 0 || step > 0);
     }
     ptx::tcgen05_commit<kBlocks>(shared_.freed[slot.index]);
     timeline_.stamp(Event::kProductsIssued);
@@ -341,15 +415,17 @@ class Worker {
 
   __device__ void multiply(uint32_t accumulators) {
     for_each_tile([](const Segment&) {}, [&](int, uint32_t n) {
-      const Accumulator accumulator(n);
+      const Accumulator accumulator(n + kCorrections);
       wait_for_accumulator(shared_.accumulator_freed[accumulator.index], accumulator.parity ^ 1,
                            Event::kMayMultiply);
       const uint32_t sums = accumulators + accumulator.index * tile_n;
       for (int k = 0; k < chunks(); ++k) {
         const RingSlot slot(n * chunks() + k);
         wait(shared_.filled[slot.index], slot.parity, Event::kFilled);
+        if (kImages && n == 0) issue_corrections(accumulators, slot, k);
         issue_products(sums, slot, k);
       }
+      if (kImages && n == 0) ptx::tcgen05_commit<kBlocks>(shared_.multiplied[0]);
       ptx::tcgen05_commit<kBlocks>(shared_.multiplied[accumulator.index]);
     });
   }
@@ -409,7 +485,7 @@ class Worker {
   }
 
   __device__ static float2 to_float(uint32_t low, uint32_t high) {
-    if constexpr (dtype == Type::kInt8) {
+    if constexpr (kFactorType == Type::kInt8) {
       return {static_cast<float>(static_cast<int>(low)),
               static_cast<float>(static_cast<int>(high))};
     } else {
@@ -417,12 +493,42 @@ class Worker {
     }
   }
 
-  // Scales two sums and adds the terms, for the thread's r-th row of core matrix j of a step.
-  __device__ static float2 finish(const Sums& sums, int r, int j, float2 scale, float2 term) {
+  // Returns the place of the corrections of the thread's two columns of core matrix j of its warp.
+  __device__ int2& correction(int storer, int j) {
+    int32_t* const first = shared_.corrections + storer * kColumns + thread_column();
+    return reinterpret_cast<int2*>(first)[j * kCore / 2];
+  }
+
+  // Loads the corrections, which are the first row of their accumulator, and writes them to shared
+  // memory, because there are no registers left for them with 256 columns and a table.
+  __device__ void load_corrections(int storer, uint32_t first_sum, bool elected) {
+    wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);
+#pragma unroll
+    for (int first = 0; first < kColumns; first += kLoadColumns) {
+      uint32_t sums[kLoadColumns / 2];
+      ptx::tcgen05_ld_16x256b(sums, first_sum + first);
+      ptx::tcgen05_wait_ld();
+      for (uint32_t& sum : sums) ptx::pin(sum);
+      if (threadIdx.x % kWarpgroup >= kCore / 2) continue;
+#pragma unroll
+      for (int j = 0; j < kLoadColumns / kCore; ++j) {
+        correction(storer, first / kCore + j) = {int(sums[4 * j]), int(sums[4 * j + 1])};
+      }
+    }
+    timeline_.stamp(Event::kLoaded);
+    free_accumulator(0, elected);
+    ptx::bar_sync<1, kStorers * kWarpgroup>();
+  }
+
+  // Corrects and scales two sums and adds the terms, for the thread's r-th row of core matrix j of a
+  // step.
+  __device__ static float2 finish(const Sums& sums, int r, int j, int2 correction, float2 scale,
+                                  float2 term) {
     constexpr int kLoaded = kLoadColumns / kCore;
     const auto& loaded = sums[r / 2][j / kLoaded];
     const int first = j % kLoaded * 4 + r % 2 * 2;
-    return __ffma2_rn(to_float(loaded[first], loaded[first + 1]), scale, term);
+    return __ffma2_rn(to_float(loaded[first] + correction.x, loaded[first + 1] + correction.y),
+                      scale, term);
   }
 
   // Returns the offset in a staging buffer at which a thread writes its part of the first core
@@ -446,18 +552,27 @@ class Worker {
     timeline_.stamp(Event::kFreed);
   }
 
-  // Computes the elements of y for store s of a step, and writes them to a buffer.
+  // Computes the elements of y for store s of a step, and writes them to a buffer. With images
+  // `corrections` are those of the step. There are no registers for more than a few of them.
   __device__ void stage(const Sums& sums, int s, const float2* scale, const Terms& terms,
-                        int first_term, uint8_t* buffer, uint32_t offset) {
+                        int first_term, const int2* corrections, uint8_t* buffer, uint32_t offset) {
     constexpr int kCores = kStoreColumns / kCore, kCoreBytes = kCore * kOutBytes;
     const int first = s * kCores;
+    // Core matrices that are written at once.
+    constexpr int kWritten = out_dtype == Type::kFloat32 ? 1 : 4;
+    int2 correction[kWritten] = {};
     const auto value = [&](int r, int j) {
-      return finish(sums, r, first + j, scale[first + j],
+      return finish(sums, r, first + j, correction[j % kWritten], scale[first + j],
                     terms.rows[has_table ? r : 0][first_term + first + j]);
     };
-    const int step = out_dtype == Type::kFloat32 ? 1 : 4;
 #pragma unroll
-    for (int j = 0; j < kCores; j += step) {
+    for (int j = 0; j < kCores; j += kWritten) {
+      if constexpr (kImages) {
+#pragma unroll
+        for (int m = 0; m < kWritten; ++m) {
+          correction[m] = corrections[(first + j + m) * kCore / 2];
+        }
+      }
       uint8_t* address = buffer + (offset ^ (j * kCoreBytes));
 #pragma unroll
       for (int r = 0; r < kThreadRows; ++r, address += kCore * kStoreBytes) {
@@ -545,7 +660,7 @@ class Worker {
 #pragma unroll
       for (int m = 0; m < kVectorCores; ++m) {
         const int j = v % kRowVectors * kVectorCores + m;
-        const float2 value = finish(sums, r, j, scale[j], terms.rows[has_table ? r : 0][j]);
+        const float2 value = finish(sums, r, j, {}, scale[j], terms.rows[has_table ? r : 0][j]);
         if constexpr (out_dtype == Type::kFloat32) {
           *reinterpret_cast<float2*>(y + j * kCore * kOutBytes) = value;
         } else {
@@ -582,16 +697,19 @@ class Worker {
     Terms terms;
     if constexpr (kKeepTable && !has_table) load_terms(terms.rows, 0, first_column);
     uint32_t table_row = 0;
+    bool corrects = kImages;
 
     const auto begin = [&](const Segment& segment) {
       table_row = segment.table_row + rank_ * kRows + first_row;
+      if (corrects) load_corrections(storer, first_sum, elected);
+      corrects = false;
       if constexpr (kKeepTable && has_table) load_terms(terms.rows, table_row, first_column);
     };
 
     // The barriers of the other blocks exist when these blocks have arrived.
     Blocks::wait();
     for_each_tile(begin, [&](int row, uint32_t n) {
-      const Accumulator accumulator(n);
+      const Accumulator accumulator(n + kCorrections);
       wait_for_accumulator(shared_.multiplied[accumulator.index], accumulator.parity,
                            Event::kMultiplied);
       stagger(storer);
@@ -615,8 +733,8 @@ class Worker {
             const uint32_t number = n * kStores + first / kStoreColumns + s;
             auto& buffer = staged[number % kBuffers];
             if (s % kGroup == 0) wait_for_buffers(elected);
-            stage(sums, s, scale + first / kCore, terms, kKeepTable ? first / kCore : 0, buffer,
-                  offset);
+            stage(sums, s, scale + first / kCore, terms, kKeepTable ? first / kCore : 0,
+                  &correction(storer, first / kCore), buffer, offset);
             if (s % kGroup < kGroup - 1) continue;
             issue_stores(staged, number, first_column + first + s * kStoreColumns, row + first_row,
                          elected);
@@ -664,7 +782,8 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
   }
 // clang-format on
 
-// PATCH_EMBED_DTYPE selects the kernels that are compiled: kFloat8E4M3FN, kInt8 or kBFloat16.
+// PATCH_EMBED_DTYPE selects the kernels that are compiled: kFloat8E4M3FN, kInt8, kBFloat16 or
+// kUInt8.
 #define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM100_##dtype(PATCH_EMBED_KERNEL)
 #define PATCH_EMBED_KERNELS(dtype) PATCH_EMBED_KERNELS_OF(dtype)
 PATCH_EMBED_KERNELS(PATCH_EMBED_DTYPE)

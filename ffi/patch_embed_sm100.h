@@ -4,9 +4,9 @@
 // The barriers of a block:
 //
 //   barrier               arrivals per phase   who waits              the n-th phase completes when
-//   filled[slot]          1 and bytes: the     multiply               the slot's n-th patches and
-//                         first block's feed                          weight have arrived, in all
-//                                                                     blocks
+//   filled[slot]          1 and bytes: the     multiply               the slot's n-th patches (or
+//                         first block's feed                          lines of pixels) and weight
+//                                                                     have arrived, in all blocks
 //   freed[slot]           1: tcgen05.commit    feed, before it fills  the products of the slot's
 //                         of multiply          the slot again and     n-th patches and weight are
 //                                              before it exits        done
@@ -15,6 +15,9 @@
 //   accumulator_freed[i]  8 per block: its     multiply, before it    the storing warps have loaded
 //                         storing warps        fills accumulator i    tile 2 n + i, or stored it
 //                                              again                  (Tuning::kRelease)
+//                                                                     With images the corrections of
+//                                                                     the pixels come before the first
+//                                                                     tile, as if they were one
 //   sums_arrived[buffer][warp], only if K is split: see split.h
 //
 // `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed:
@@ -39,6 +42,7 @@
 //                                                  warps wait before their first tile, the other warps
 //                                                  when their role is over
 //   allocate, relinquish    one warp of a block    both blocks of a pair do it collectively
+//   write constants         two threads            only with images: the tensor cores multiply them
 //   synchronise             all threads            publishes the address of tensor memory
 //   setmaxnreg              each warpgroup         the first warpgroup releases registers that the
 //                                                  storing warpgroups take
@@ -138,21 +142,35 @@ struct Tuning {
 // Number of blocks that share the rows of a tile and its products: those of a pair.
 constexpr int row_blocks(Sharing sharing) { return sharing == Sharing::kPair ? 2 : 1; }
 
+// Bytes of a row of patches or of the weight in a slot, which is also the width of the swizzle:
+// kRowBytes of K or, with images, one line of a patch. TMA writes kLineBytes of each line of pixels,
+// and leaves alone the gap of 16 bytes that follows. What lies there is multiplied by zeros: a line
+// of the weight ends after kLineBytes, and TMA fills the rest of its box with zeros. An integer times
+// zero is zero, so the gap may hold anything.
+constexpr int kLineSwizzle = 64;
+static_assert(kLineBytes <= kLineSwizzle, "a line must fit into a row of the swizzle.");
+constexpr int slot_row_bytes(Type dtype) {
+  return dtype == Type::kUInt8 ? kLineSwizzle : kRowBytes;
+}
+
 // Shared memory of a block, which starts at a multiple of 1024 bytes because of the swizzle:
 //
-//   patches[slot]          kRows rows of kRowBytes of K
+//   patches[slot]          kRows rows of slot_row_bytes
 //   staged[warp][buffer]   data of one TMA store: kWarpRows rows of 128 or 64 bytes of y, swizzled.
 //                          Nothing is staged if K is split
 //   partial_sums           only if K is split: see split.h
-//   barriers, and the address of tensor memory
-//   weight                 after Shared: [tile_n / row_blocks, kRowBytes] for each chunk of K (of the
-//                          block's share of K). If the weight is streamed, for each slot, followed by
-//                          the chunks that stay
-template <Type out_dtype, int tile_n, Sharing sharing, int slots, bool stream_weight,
+//   barriers
+//   corrections            only with images: -128 times the sum of each column's weights
+//   address of tensor memory
+//   weight                 after Shared: [tile_n / row_blocks, slot_row_bytes] for each chunk of K (of
+//                          the block's share of K). If the weight is streamed, for each slot, followed
+//                          by the chunks that stay
+template <Type dtype, Type out_dtype, int tile_n, Sharing sharing, int slots, bool stream_weight,
           typename Tuned = Tuning<out_dtype, tile_n, slots>>
 struct alignas(1024) Shared {
   static constexpr int kStoreBytes = store_columns(out_dtype, tile_n) * itemsize(out_dtype);
-  static constexpr int kWeightBytes = tile_n / row_blocks(sharing) * kRowBytes;
+  static constexpr int kSlotRowBytes = slot_row_bytes(dtype);
+  static constexpr int kWeightBytes = tile_n / row_blocks(sharing) * kSlotRowBytes;
   static constexpr int kStagingBuffers = sharing == Sharing::kSplit ? 0 : Tuned::kStagingBuffers;
 
   // Vectors of four sums that a storing thread has of a tile, and its buffers for those of other
@@ -160,12 +178,15 @@ struct alignas(1024) Shared {
   static constexpr int kVectors = kRows * tile_n / (kStorers * kWarpgroup) / 4;
   static constexpr int kBuffers = sum_buffers(sharing);
 
-  uint8_t patches[slots][kRows * kRowBytes];
+  uint8_t patches[slots][kRows * kSlotRowBytes];
   uint8_t staged[kStoringWarps][kStagingBuffers][kWarpRows * kStoreBytes];
   uint32_t partial_sums[kBuffers][kVectors][kStorers * kWarpgroup][4];
   uint64_t sums_arrived[kBuffers][kStoringWarps];
   uint64_t filled[slots], freed[slots];
   uint64_t multiplied[kAccumulators], accumulator_freed[kAccumulators];
+  // Not the last member: behind an array without elements nvcc 13.0 places the weight, at
+  // `&shared + 1`, inside of the padding.
+  int32_t corrections[dtype == Type::kUInt8 ? tile_n : 0];
   uint32_t tensor_memory;
 
   // Number of chunks of a streamed weight for which there is room beside the ring. They are the first
@@ -191,8 +212,31 @@ struct alignas(1024) Shared {
 // innermost dimension.
 //
 //   patches   [K, M], boxes of [kRowBytes of K, kRows]
-//   weight    [K, N], boxes of [kRowBytes of K, tile_n / row_blocks]
+//   images    lines of one patch, for kRows patches
+//   weight    [K, N], boxes of [kRowBytes of K, tile_n / row_blocks]. With images [kLineBytes, N,
+//             kPatchSide], boxes of [kLineSwizzle, tile_n / row_blocks, 1]: the bytes behind a line
+//             are outside of the tensor, so TMA fills them with zeros, and counts them as loaded
 //   y         [N, M], boxes of [store_columns, kWarpRows]; none if K is split
+
+inline TensorMap patches_map(const Config& config, const Shapes& s) {
+  if (config.dtype == Type::kUInt8) return lines_of_patches(s, 1, kRows, kLineSwizzle);
+  return matrix(config.dtype, s.M, s.K, kRowBytes / itemsize(config.dtype), kRows);
+}
+
+inline TensorMap weight_map(const Config& config, const Shapes& s) {
+  const int rows = config.tile_n / row_blocks(config.sharing);
+  if (config.dtype != Type::kUInt8) {
+    return matrix(config.dtype, s.N, s.K, kRowBytes / itemsize(config.dtype), rows);
+  }
+  return {Type::kInt8,
+          3,
+          {kLineBytes, cuuint64_t(s.N), kPatchSide},
+          {cuuint64_t(s.K), kLineBytes},
+          {kLineSwizzle, cuuint32_t(rows), 1},
+          kLineSwizzle,
+          false,
+          {}};
+}
 
 inline constexpr Architecture kArchitecture = {
     /*number=*/100,
@@ -201,16 +245,13 @@ inline constexpr Architecture kArchitecture = {
     kStoringWarps,
     /*split_name=*/"split",
     /*tile_rows=*/[](const Config& config) { return row_blocks(config.sharing) * config.rows; },
+    /*chunks=*/
+    [](const Config& config, const Shapes& s) {
+  return config.dtype == Type::kUInt8 ? kPatchSide : int(s.K * itemsize(config.dtype) / kRowBytes);
+},
     tensor_memory_columns,
-    /*patches=*/
-    [](const Config& config, const Shapes& s) {
-  return matrix(config.dtype, s.M, s.K, kRowBytes / itemsize(config.dtype), kRows);
-},
-    /*weight=*/
-    [](const Config& config, const Shapes& s) {
-  return matrix(config.dtype, s.N, s.K, kRowBytes / itemsize(config.dtype),
-                config.tile_n / row_blocks(config.sharing));
-},
+    patches_map,
+    weight_map,
     /*y=*/
     [](const Config& config, const Shapes& s) {
   if (config.splits() > 1) return TensorMap{};
@@ -220,8 +261,9 @@ inline constexpr Architecture kArchitecture = {
 };
 
 // Shared of a kernel in the list below.
-template <Type, Type out_dtype, bool, int tile_n, int rows, Sharing sharing, int slots, bool weight>
-using SharedOf = Shared<out_dtype, tile_n, sharing, slots, weight>;
+template <Type dtype, Type out_dtype, bool, int tile_n, int rows, Sharing sharing, int slots,
+          bool weight>
+using SharedOf = Shared<dtype, out_dtype, tile_n, sharing, slots, weight>;
 
 // The kernels that are compiled for each dtype: X(dtype, out_dtype, terms, tile_n, rows, sharing,
 // slots, weight). There are as many slots as fit into shared memory together with the weight of
@@ -229,7 +271,8 @@ using SharedOf = Shared<out_dtype, tile_n, sharing, slots, weight>;
 // equally fast by the estimate the first is chosen: the one with more slots, which fit beside one
 // buffer (256 columns) or smaller ones (192 columns in bfloat16), because the audit predicts that
 // the latency of loads limits fewer slots (docs/experiments/blackwell.md). Kernels that split K have
-// as many slots as fit together with 12 chunks of the weight.
+// as many slots as fit together with 12 chunks of the weight. A slot of images has one line, and there
+// are at most as many as a patch has lines.
 // clang-format off
 #define PATCH_EMBED_SM100_EVERY_DTYPE(X, dtype)                    \
   PATCH_EMBED_OUTPUTS(X, dtype, 64, 128, split, 4, stationary)          \
@@ -255,6 +298,13 @@ using SharedOf = Shared<out_dtype, tile_n, sharing, slots, weight>;
   PATCH_EMBED_OUTPUTS(X, bf16, 64, 128, b2, 7, stationary)              \
   PATCH_EMBED_OUTPUTS(X, bf16, 64, 128, b1, 4, stationary)              \
   PATCH_EMBED_SM100_EVERY_DTYPE(X, bf16)
+#define PATCH_EMBED_SM100_kUInt8(X)                                \
+  PATCH_EMBED_OUTPUTS(X, u8, 256, 128, b2, 8, stationary)               \
+  PATCH_EMBED_TERMS(X, u8, bf16, 192, 128, b2, 12, stationary)          \
+  PATCH_EMBED_TERMS(X, u8, f32, 192, 128, b2, 8, stationary)            \
+  PATCH_EMBED_OUTPUTS(X, u8, 128, 128, b2, 12, stationary)              \
+  PATCH_EMBED_OUTPUTS(X, u8, 64, 128, b2, 16, stationary)               \
+  PATCH_EMBED_OUTPUTS(X, u8, 64, 128, b1, 12, stationary)
 // clang-format on
 
 }  // namespace patch_embed::sm100

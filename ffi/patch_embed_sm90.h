@@ -215,14 +215,9 @@ struct alignas(1024) Shared {
 // otherwise. `inner` is the number of elements of K in kRowBytes.
 //
 //   patches   [K, M], boxes of [inner, rows of a slot]
-//   images    [row_patches * kLineBytes, grid width / row_patches, kPatchSide, M / grid width], in
-//             im2col mode and without a swizzle. The channels of a "pixel" are the lines of
-//             row_patches (one or two) neighbouring patches. The tensor's width is the number of
-//             such pixels, its height the lines of a patch, and its last dimension the rows of
-//             patches of all images. The bounding box is one line high. A load starts at a patch
-//             and covers `rows` patches in the order of the rows of y; its offset selects the line
-//             of each patch. ldmatrix reads the lines without bank conflicts: 8 rows with a stride
-//             of 48 bytes start at 8 different multiples of 16 bytes modulo 128.
+//   images    lines of row_patches (one or two) neighbouring patches, for `rows` patches, without a
+//             swizzle. ldmatrix reads the lines without bank conflicts: 8 rows with a stride of 48
+//             bytes start at 8 different multiples of 16 bytes modulo 128.
 //   weight    [K, 2, 4, N / group, vector / 2], boxes of [inner, 2, 4, tile_n / group, vector / 2].
 //             The strides of the dimensions after K are, in this order, 1, vector, group and 2 rows
 //             of the weight [N, K]. `vector` and `group` are those of the kernel: if K is split,
@@ -247,24 +242,11 @@ inline TensorMap weight_map(const Config& config, const Shapes& s) {
           {}};
 }
 
-// Returns the tensor map of images; see above.
-inline TensorMap lines_of_patches(const Config& config, const Shapes& s) {
-  const int64_t grid_width = s.width / kPatchSide, line = 3 * s.width;
-  const int patches = row_patches(grid_width), row_bytes = patches * kLineBytes;
-  return {config.dtype,
-          4,
-          {cuuint64_t(row_bytes), cuuint64_t(grid_width / patches), kPatchSide,
-           cuuint64_t(s.M / grid_width)},
-          {cuuint64_t(row_bytes), cuuint64_t(line), cuuint64_t(kPatchSide * line)},
-          {cuuint32_t(row_bytes), cuuint32_t(config.rows / patches)},
-          0,
-          true,
-          {0, 1 - kPatchSide}};
-}
-
 // Returns the tensor map of patches, or of images.
 inline TensorMap patches_map(const Config& config, const Shapes& s) {
-  if (config.dtype == Type::kUInt8) return lines_of_patches(config, s);
+  if (config.dtype == Type::kUInt8) {
+    return lines_of_patches(s, row_patches(s.width / kPatchSide), config.rows, 0);
+  }
   return matrix(config.dtype, s.M, s.K, kRowBytes / itemsize(config.dtype),
                 slot_rows(config.sharing, config.rows));
 }
@@ -276,6 +258,10 @@ inline constexpr Architecture kArchitecture = {
     /*storing_warps=*/kMultiplyingWarps,
     /*split_name=*/"b",
     /*tile_rows=*/[](const Config& config) { return kConsumers * config.rows; },
+    /*chunks=*/
+    [](const Config& config, const Shapes& s) {
+  return int(s.K * itemsize(config.dtype) / kRowBytes);
+},
     /*tensor_memory_columns=*/[](int) { return 0; },
     patches_map,
     weight_map,

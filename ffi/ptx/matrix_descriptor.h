@@ -35,14 +35,19 @@ constexpr PATCH_EMBED_HOST_DEVICE uint64_t matrix_descriptor(uint32_t address) {
          descriptor_field(kSwizzledRows * 128) << 32 | uint64_t{1} << 62;
 }
 
-// Returns the descriptor for tcgen05.mma, which differs in these fields:
+// Returns the descriptor for tcgen05.mma, of contiguous rows of `swizzle` bytes of K, 128 or 64, with
+// a swizzle of this width. It differs in these fields:
 //
+//   32-45  stride dimension       8 * swizzle bytes
 //   46-48  version                0b001
+//   49-51  base offset            0: the rows start at a multiple of 8 * swizzle bytes
 //   52     leading dimension mode 0: relative
-//   61-63  swizzle                2: 128 bytes
-constexpr PATCH_EMBED_HOST_DEVICE uint64_t tcgen05_matrix_descriptor(uint32_t address) {
+//   61-63  swizzle                2: 128 bytes, 4: 64 bytes
+constexpr PATCH_EMBED_HOST_DEVICE uint64_t tcgen05_matrix_descriptor(uint32_t address,
+                                                                     uint32_t swizzle) {
   return descriptor_field(address) | uint64_t{1} << 16 |
-         descriptor_field(kSwizzledRows * 128) << 32 | uint64_t{1} << 46 | uint64_t{2} << 61;
+         descriptor_field(kSwizzledRows * swizzle) << 32 | uint64_t{1} << 46 |
+         uint64_t{swizzle == 128 ? 2u : 4u} << 61;
 }
 
 // Returns the descriptor of the matrix that starts `bytes` bytes later.

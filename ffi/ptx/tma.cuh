@@ -40,6 +40,26 @@ __device__ __forceinline__ void cp_async_bulk_tensor_of_pair(void* target, const
       : "memory");
 }
 
+// The loads of a box in three dimensions.
+__device__ __forceinline__ void cp_async_bulk_tensor(void* target, const CUtensorMap& map, int x,
+                                                     int y, int z, Mbarrier& arrived) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(target)),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&arrived))
+      : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_tensor_of_pair(void* target, const CUtensorMap& map,
+                                                             int x, int y, int z,
+                                                             uint32_t arrived) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".cta_group::2 [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(target)),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(arrived)
+      : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_tensor(void* target, const CUtensorMap& map, int x,
                                                      int y, int z, int v, int w,
                                                      Mbarrier& arrived) {
@@ -55,7 +75,7 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same load in im2col mode (5.5.4). It loads consecutive pixels, starting at pixel (w, h) of
+// The load in im2col mode (5.5.4). It loads consecutive pixels, starting at pixel (w, h) of
 // image n, each shifted by `offset_w` and `offset_h`. Pixels are counted along w, then h, then n,
 // inside of the bounding box of the tensor map.
 __device__ __forceinline__ void cp_async_bulk_tensor_im2col(void* target, const CUtensorMap& map,
@@ -67,6 +87,18 @@ __device__ __forceinline__ void cp_async_bulk_tensor_im2col(void* target, const 
       " [%0], [%1, {%2, %3, %4, %5}], [%6], {%7, %8};" ::"r"(shared_address(target)),
       "l"(&map), "r"(c), "r"(w), "r"(h), "r"(n), "r"(shared_address(&arrived)), "h"(offset_w),
       "h"(offset_h)
+      : "memory");
+}
+
+// The same load in a pair of blocks. It arrives at a barrier of either block, at an address from
+// `mapa`.
+__device__ __forceinline__ void cp_async_bulk_tensor_im2col_of_pair(
+    void* target, const CUtensorMap& map, int c, int w, int h, int n, uint16_t offset_w,
+    uint16_t offset_h, uint32_t arrived) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+      ".cta_group::2 [%0], [%1, {%2, %3, %4, %5}], [%6], {%7, %8};" ::"r"(shared_address(target)),
+      "l"(&map), "r"(c), "r"(w), "r"(h), "r"(n), "r"(arrived), "h"(offset_w), "h"(offset_h)
       : "memory");
 }
 

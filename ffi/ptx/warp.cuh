@@ -49,6 +49,13 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
+// 9.7.13.1: waits until `threads` threads have arrived at this numbered barrier. Barrier 0 is that of
+// __syncthreads.
+template <int barrier, int threads>
+__device__ __forceinline__ void bar_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(barrier), "n"(threads) : "memory");
+}
+
 // 9.7.9.21: rounds two floats to bfloat16 and packs them, the first into the lower half.
 __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
   uint32_t packed;
@@ -105,7 +112,7 @@ __device__ __forceinline__ void membar_cta_if(uint32_t word) {
 
 // The type of a sum of products.
 template <Type dtype>
-using Sum = std::conditional_t<dtype == Type::kInt8, int32_t, float>;
+using Sum = std::conditional_t<factor_type(dtype) == Type::kInt8, int32_t, float>;
 
 // Return the bits of a number, and the number with these bits.
 __device__ __forceinline__ uint32_t bits(float value) { return __float_as_uint(value); }

@@ -49,9 +49,13 @@ INTERFACE = 5
 SPELLED = {row.name: row.cuda for row in TABLE.values()}
 IMAGES = "u8"
 
-# Cycles in which TMA loads a chunk of a patch from an image, in rows of 96 bytes (the lines of two
-# patches) or of 48 bytes (kernel.h).
+# Cycles in which TMA loads a chunk of a patch from an image on Hopper, in rows of 96 bytes (the
+# lines of two patches) or of 48 bytes (kernel.h). On Blackwell all rows have 48 bytes.
 PIXELS, ODD_PIXELS = 4.3 * 128 / 96, 3.2 * 128 / 48
+
+# Products of Blackwell's kernel relative to those of patches, if it cuts images: a line of a patch
+# has 48 bytes, and is multiplied as 64.
+PADDED_LINE = 64 / 48
 
 # The architecture for which times are estimated in detail. For others only tiles are counted.
 HOPPER = 90
@@ -171,17 +175,23 @@ class CudaConfig:
         """Returns the work of a launch, from which its time is predicted."""
         hopper = self.capability == HOPPER
         passes = 2 if hopper and not self.cooperative else 1
-        chunks, streamed, pixels = tiles.chunks(problem), 0.0, 0.0
+        tiling, chunks, streamed, pixels = (
+            self.tiling(problem, chip),
+            tiles.chunks(problem),
+            0.0,
+            0.0,
+        )
         if self.stream_weight:
             streamed = 1 - self.launch(problem, chip)["staying_chunks"] / chunks
         if problem.images is not None:
             *_, width, _ = problem.images
-            odd = width // problem.geometry.patch_size % 2
-            pixels = self.tile_m * chunks * (ODD_PIXELS if odd else PIXELS)
-        return work_of(
+            odd = width // problem.geometry.patch_size % 2 or not hopper
+            rows = self.tile_m if hopper else self.rows
+            pixels = rows * chunks * (ODD_PIXELS if odd else PIXELS)
+        work = work_of(
             problem,
             chip,
-            self.tiling(problem, chip),
+            tiling,
             tile_n=self.tile_n,
             slots=self.slots,
             rows=self.tile_m // passes if hopper else self.rows,
@@ -191,6 +201,11 @@ class CudaConfig:
             streamed=streamed,
             pixels=pixels,
         )
+        if problem.images is None or hopper:
+            return work
+        # The corrections of the pixels take as many products as a tile.
+        factor = PADDED_LINE * (1 + 1 / tiling.tiles_per_worker)
+        return dataclasses.replace(work, products=factor * work.products)
 
     def microseconds(self, problem: Problem, chip: Chip) -> float:
         """Predicts the time of a launch."""
@@ -481,9 +496,9 @@ def _by_time(problem: Problem, capability: int, chip: Chip) -> list[CudaConfig]:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
     cutting = {c.capability for c in configs() if c.dtype == IMAGES}
     if problem.images is not None and (problem.dtype != "int8" or capability not in cutting):
-        names = " and ".join("Hopper" if c == HOPPER else f"sm_{c}" for c in sorted(cutting))
+        names = " and ".join(f"sm_{c}" for c in sorted(cutting))
         raise NotImplementedError(
-            f"it cuts images itself only on {names} and in int8, but this is {problem.dtype} on "
+            f"it cuts images itself only in int8, on {names}, but this is {problem.dtype} on "
             f"sm_{capability}."
         )
     wanted = _operands(problem)

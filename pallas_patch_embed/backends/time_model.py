@@ -229,6 +229,11 @@ XLA = Constants(launch=4.316, memory=1.925, bfloat16=2.197, int8=3.723, float8=2
 PATCHIFY_LAUNCH, PATCHIFY_MEMORY = 1.59, 2.04
 
 # Predictions: the constants of Hopper's kernels, but tiles wait in tensor memory to be stored, so
-# that neither a tile nor its wait costs time.
+# that neither a tile nor its wait costs time. Pixels are assumed to be loaded as fast as on Hopper.
 MOSAIC_SM100 = dataclasses.replace(MOSAIC_SM90, tile=0.0, wait=0.0, streamed=1.0)
-CUDA_SM100 = dataclasses.replace(MOSAIC_SM100, launch=CUDA_SM90.launch, exchange=CUDA_SM90.exchange)
+CUDA_SM100 = dataclasses.replace(
+    MOSAIC_SM100,
+    launch=CUDA_SM90.launch,
+    exchange=CUDA_SM90.exchange,
+    pixels=CUDA_SM90.pixels,
+)

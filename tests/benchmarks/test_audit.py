@@ -112,8 +112,29 @@ def test_the_kernel_that_cuts_images_has_the_budget_of_the_one_from_patches():
     assert checked(odd).keys() == found.keys()
     # The two warps of a scheduler issue fewer instructions than the products take cycles.
     assert found["issue"] < 2000 < found["tensor"]
-    with pytest.raises(NotImplementedError, match="only on Hopper and in int8"):
+    with pytest.raises(NotImplementedError, match="only in int8"):
         audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16", uncut=True)
+
+
+@needs_compilers
+@needs_library
+def test_the_Blackwell_kernel_that_cuts_images_multiplies_64_bytes_of_each_line():
+    kernel = audit.cuda_kernel("sm_100", *HEADLINE, "int8", uncut=True)
+    found, (multiply, store) = checked(kernel), kernel.loops
+    assert found["tensor"] == 256 * 256 * 1024 / 2 / 8192 == 4096
+    assert (times(multiply, "UTCIMMA"), times(store, "LDTM"), times(store, "LDS")) == (32, 4, 16)
+    # Each block reads 128 rows of either operand, 16 lines of 64 bytes. It writes its half of y to
+    # shared memory, from which TMA reads it, TMA writes its pixels, and each of 8 warps reads its
+    # corrections.
+    corrections = store.bytes_of("LDS")
+    shared = 16 * 64 * (128 + 128) + 2 * 128 * 256 * 2 + 128 * 768 + corrections
+    assert found["shared"] == shared / 128
+    assert kernel.tile.tma_rows == 256 * 16
+    # Each of 16 lines keeps one of 8 slots for the latency, its 256 cycles of products, and 200.
+    assert audit.ring(kernel) == (3912, 4792, 5712)
+    # DRAM is that of patches: 48 bytes of each line are loaded.
+    patches = audit.budget(audit.cuda_kernel("sm_100", *HEADLINE, "int8"))
+    assert found["DRAM"] == patches["DRAM"].cycles
 
 
 @needs_compilers

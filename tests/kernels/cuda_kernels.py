@@ -45,10 +45,10 @@ def matrix(short, rows, columns, box_rows, box_columns):
     )
 
 
-def lines_of_patches(M, rows, pixels):
+def lines_of_patches(M, rows, pixels, hopper):
     """Describes the im2col map of images: its rows are lines of one or two patches of 16 pixels."""
     height, width = pixels
-    patches = 2 if width % 32 == 0 else 1
+    patches = 2 if hopper and width % 32 == 0 else 1
     pixels = width // 16 // patches, 48 * patches
     images = np.empty((M * 256 // height // width, height // 16, 16, *pixels), np.uint8)
     return dict(
@@ -57,7 +57,19 @@ def lines_of_patches(M, rows, pixels):
         strides=[images.strides[3], images.strides[2], images.strides[1]],
         box=[48 * patches, rows // patches],
         corner=[0, -15],
-        swizzle=0,
+        swizzle=0 if hopper else 64,
+    )
+
+
+def lines_of_weight(N, K, rows):
+    """Describes the map of an int8 weight whose lines of 48 bytes are loaded as 64."""
+    weight = np.empty((N, 16, K // 16), np.int8).swapaxes(0, 1)
+    return dict(
+        type="i8",
+        shape=list(weight.shape[::-1]),
+        strides=list(weight.strides[-2::-1]),
+        box=[64, rows, 1],
+        swizzle=64,
     )
 
 
@@ -67,9 +79,16 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
     factor = "i8" if pixels else config.dtype
     chunks, inner = K * size // 128, 128 // size
     hopper = config.capability == 90
-    # Each row of a slot holds a chunk of K, or two lines of a patch.
+    # Each row of a slot holds a chunk of K, or two lines of a patch, or on Blackwell one line and a
+    # gap. There a row of the weight's chunks is as long.
     rows = (2 if config.cooperative else 1) * config.rows
-    ring = config.slots * rows * (96 if pixels else 128)
+    slot_row, weight_row = 128, 128
+    if pixels and hopper:
+        slot_row = 96
+    elif pixels:
+        slot_row = weight_row = 64
+        chunks = 16
+    ring = config.slots * rows * slot_row
     # If K is split, a block has a share of the weight's chunks. A pair shares the weight's rows.
     splits = config.blocks if hopper or "_split" in config.name else 1
     # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
@@ -78,7 +97,7 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
     if hopper and config.stream_weight:
         # The weight's slots fill the memory that the patches and 2 KiB leave.
         streamed = parts = (227 * 1024 - ring - 2048) // (config.tile_n * 128)
-    weight_bytes = parts * config.tile_n * 128 * splits // config.blocks
+    weight_bytes = parts * config.tile_n * weight_row * splits // config.blocks
     if hopper:
         # The four threads of a row store 16 bytes each, or four columns each if K is split. The
         # axes are, from the innermost on: K, the 2 columns of a pair, threads, groups of columns,
@@ -101,13 +120,17 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
         rest = sums + 8 * (2 * config.slots + 4) + 4
     else:
         weight = matrix(config.dtype, N, K, config.tile_n // config.blocks, inner)
+        if pixels:
+            weight = lines_of_weight(N, K, config.tile_n // config.blocks)
         half = config.tile_n // 2 * out_size
         store_bytes = 128 if half % 128 == 0 else 64
         # Each warp stores its own 32 rows.
         y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
         # With 256 columns and more than four slots there is only one buffer for each warp.
         buffers = 1 if config.tile_n == 256 and config.slots > 4 else 2
-        rest = 2 * buffers * 128 * store_bytes + 1024
+        # The barriers, the address of tensor memory and, with images, a correction of each column.
+        rest = 8 * (2 * config.slots + 4) + 4 + (4 * config.tile_n if pixels else 0)
+        rest += 2 * buffers * 128 * store_bytes
     shared_memory, staying = -(-(ring + rest) // 1024) * 1024 + weight_bytes, chunks
     if config.stream_weight and hopper:
         # Chunks 0, 4 and 8 of a streamed weight stay in the first slots if a warpgroup has 128 rows
@@ -126,7 +149,7 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
         shared_memory=shared_memory,
         chunks=chunks,
         patches=(
-            lines_of_patches(M, config.rows, pixels)
+            lines_of_patches(M, config.rows, pixels, hopper)
             if pixels
             else matrix(config.dtype, M, K, rows, inner)
         ),

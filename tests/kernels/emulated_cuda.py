@@ -71,7 +71,7 @@ class CudaCase:
     def source(self) -> str:
         """Returns CUDA C++ of the kernel with this tuning."""
         return instance(
-            *(SPELLED[self.dtype], SPELLED[self.out_dtype]),
+            *(self.source_dtype, SPELLED[self.out_dtype]),
             "offset" if self.table == "none" else "table",
             *(self.tile_n, self.sharing, self.slots),
             "streamed" if self.stream_weight else "stationary",
@@ -122,6 +122,26 @@ class CudaCase:
     def weight_rows(self) -> int:
         """Returns the rows of the weight that a block of the Blackwell kernel loads."""
         return self.tile_n * self.splits // self.blocks
+
+    @property
+    def slot_row_bytes(self) -> int:
+        """Returns the bytes of a row of patches in a slot: of K, or of lines of 48 bytes."""
+        if not self.image:
+            return tiles.ROW_BYTES
+        # Two lines on Hopper; on Blackwell one line and a gap.
+        return 64 if self.capability == 100 else 96
+
+    @property
+    def weight_row_bytes(self) -> int:
+        """Returns the bytes of a row of the weight in one of its chunks."""
+        return 64 if self.image and self.capability == 100 else tiles.ROW_BYTES
+
+    @property
+    def chunks(self) -> int:
+        """Returns the number of chunks of the weight. For images on Blackwell they are lines."""
+        if self.image and self.capability == 100:
+            return 16
+        return self.patches[-1] * jnp.dtype(self.dtype).itemsize // tiles.ROW_BYTES
 
     @property
     def store_n(self) -> int:
@@ -198,12 +218,15 @@ def of_images(
     table: str,
     tile_n: int,
     out_dtype: str = BF16,
+    **more,
 ) -> CudaCase:
     """Makes a case of the kernel that cuts images of `grid` patches itself."""
+    more = dict(slots=13 if tile_n == 192 else 16) | more
     return CudaCase(
-        *((images, math.prod(grid), 768), N, INT8, table, tile_n, 13 if tile_n == 192 else 16),
+        *((images, math.prod(grid), 768), N, INT8, table, tile_n),
         out_dtype=out_dtype,
         image=(16 * grid[0], 16 * grid[1]),
+        **more,
     )
 
 
@@ -326,6 +349,55 @@ CASES |= {
 }
 
 
+def blackwell_images(
+    images: int,
+    grid: tuple[int, int],
+    N: int,
+    table: str,
+    tile_n: int,
+    out_dtype: str = BF16,
+    blocks: int = 2,
+    **more,
+) -> CudaCase:
+    """Makes a case of the Blackwell kernel that cuts images of `grid` patches itself."""
+    slots = {256: 8, 192: 12 if out_dtype == BF16 else 8, 128: 12, 64: 16 if blocks == 2 else 12}
+    more = dict(slots=slots[tile_n], rows=128, capability=100, blocks=blocks) | more
+    return of_images(images, grid, N, table, tile_n, out_dtype, **more)
+
+
+# As for Hopper: sides and widths of models, with tables, outputs, numbers of images, images that
+# are not square or have fewer patches than a tile has rows; and tiles that are ragged or have no
+# rows for one block of a pair.
+CASES |= {
+    f"Blackwell, images, {name}": case
+    for name, case in {
+        "224, 256 columns": blackwell_images(3, (14, 14), 256, "shared", 256),
+        "224, two slices": blackwell_images(1, (14, 14), 384, "none", 192, "float32"),
+        "224, a table for each image": blackwell_images(
+            3, (14, 14), 256, "per image", 256, "float32"
+        ),
+        "224, 192 columns": blackwell_images(2, (14, 14), 192, "shared", 192),
+        "256, no table": blackwell_images(2, (16, 16), 256, "none", 256),
+        "384": blackwell_images(1, (24, 24), 128, "shared", 128, "float32"),
+        "512": blackwell_images(1, (32, 32), 64, "none", 64),
+        "240": blackwell_images(2, (15, 15), 128, "per image", 128),
+        "432, one block": blackwell_images(1, (27, 27), 64, "shared", 64, blocks=1),
+        # With fewer slots than the built kernel has, the last slot is not that of the last line.
+        "slots and accumulators used again": blackwell_images(
+            11, (8, 16), 64, "shared", 64, slots=12
+        ),
+        "one image, one block, two slices": blackwell_images(
+            1, (14, 14), 128, "shared", 64, "float32", blocks=1
+        ),
+        "one patch": blackwell_images(300, (1, 1), 64, "shared", 64),
+        "one patch next to nothing": blackwell_images(40, (5, 1), 64, "per image", 64),
+        "not square": blackwell_images(7, (7, 6), 192, "shared", 192),
+        "two patches": blackwell_images(9, (1, 2), 128, "none", 128, "float32"),
+        "fewer patches than a block has rows": blackwell_images(1, (5, 2), 64, "none", 64),
+    }.items()
+}
+
+
 def compiled(case: CudaCase, *options: str) -> str:
     """Compiles a built kernel to PTX."""
     return cuda_launch.compiled(case.config, f"sm_{case.capability}a", "-ptx", *options).decode()
@@ -347,26 +419,39 @@ def tensor_maps(case, M, K, patches, weight, y):
             name=name,
         )
 
+    blackwell = case.capability == 100
     if case.image:
         _, width = case.image
-        _, pair = cut_sizes(case)
+        pair = 1 if blackwell else cut_sizes(case)[1]
         first = Im2colMap(
             base=patches,
             itemsize=1,
             dimensions=(48 * pair, width // 16 // pair, 16, M * 16 // width),
             strides=(1, 48 * pair, 3 * width, 16 * 3 * width),
             box=(48 * pair, case.rows // pair),
-            swizzle=0,
+            swizzle=64 if blackwell else 0,
             name="images",
             lower=(0, 0),
             upper=(0, -15),
         )
     else:
         first = matrix("patches", patches, itemsize, M, K, (inner, case.slot_rows))
-    if case.capability == 100:
+    if blackwell:
+        second = matrix("weight", weight, itemsize, case.N, K, (inner, case.weight_rows))
+        if case.image:
+            # The last 16 bytes of a box's rows are outside of the tensor, and therefore zero.
+            second = TensorMap(
+                base=weight,
+                itemsize=1,
+                dimensions=(48, case.N, 16),
+                strides=(1, K, 48),
+                box=(64, case.weight_rows, 1),
+                swizzle=64,
+                name="weight",
+            )
         return (
             first,
-            matrix("weight", weight, itemsize, case.N, K, (inner, case.weight_rows)),
+            second,
             # Kernels that split K do not read this map.
             matrix("y", y, out_itemsize, M, case.N, (case.store_n, 32)),
         )
@@ -387,8 +472,7 @@ def tensor_maps(case, M, K, patches, weight, y):
 
 def shared_bytes(case, chunks):
     """Returns the bytes of dynamic shared memory of a block, as `Shared::bytes` computes them."""
-    # Each row of a slot holds a chunk of K, or two lines of a patch of 16 pixels.
-    ring = case.slots * case.slot_rows * (96 if case.image else tiles.ROW_BYTES)
+    ring = case.slots * case.slot_rows * case.slot_row_bytes
     splits, weight_slots = case.splits, case.slots
     # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
     sums = 2 * (4 * case.tile_m * case.tile_n + 8 * 8) if splits > 1 else 0
@@ -402,10 +486,12 @@ def shared_bytes(case, chunks):
         rest = sums + 8 * (2 * case.slots + 4) + 4
     else:
         staged = case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize
-        rest = 2 * case.buffers * staged + 1024
+        # The barriers and, with images, the corrections precede the address of tensor memory.
+        barriers = 8 * (2 * case.slots + 4) + 4
+        rest = 2 * case.buffers * staged + barriers + (4 * case.tile_n if case.image else 0)
     # If K is split, each block has a share of its chunks. The blocks of a pair share the columns.
     parts = weight_slots if case.stream_weight else -(-chunks // splits)
-    part = case.tile_n * splits // case.blocks * tiles.ROW_BYTES
+    part = case.tile_n * splits // case.blocks * case.weight_row_bytes
     used = -(-(ring + rest) // 1024) * 1024 + parts * part
     if case.capability == 100 and case.stream_weight:
         # The first chunks of a streamed weight stay in what is left of 227 KiB.
@@ -450,7 +536,7 @@ def run(ptx: str, case: CudaCase, operands, stamps=None, **options) -> tuple[np.
     )
     result = (M, case.N), jnp.dtype(case.out_dtype)
     out = memory.allocate(np.full(math.prod(result[0]) * result[1].itemsize, POISON, np.uint8), "y")
-    chunks = tiles.chunks(problem)
+    chunks = case.chunks
     traced = [] if stamps is None else [np.uint64(memory.allocate(stamps, "stamps"))]
     machine = cuda.prepare(
         ptx,

@@ -350,6 +350,13 @@ def _places(code: Code, row_bytes: int) -> Iterator[Mutation]:
             for which in range(rank):
                 edit = code.moved_coordinate(i, number, which)
                 yield code.mutation(kind, i, f"coordinate {which} + 1", edit)
+    for i in code.find(rf"{LOAD}.*im2col"):
+        for which in (0, 1):
+            offsets = split(code.operands(i)[3].strip("{}"))
+            old, offsets[which] = offsets[which], "edited"
+            operands = [*code.operands(i)[:3], f"{{{', '.join(offsets)}}}"]
+            edit = code.replaced(i, operands, f".reg .b16 edited; add.s16 edited, {old}, 1;")
+            yield code.mutation("load from a wrong row or column", i, f"offset {which} + 1", edit)
     for i in code.find(FROM_GLOBAL):
         *_, count, width = re.search(r"(?:\.v([24]))?\.[busf](\d+)$", code.code[i].opcode).groups()
         size = int(count or 1) * int(width) // 8

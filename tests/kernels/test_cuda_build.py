@@ -274,7 +274,8 @@ def test_the_real_nvcc_compiles_and_finds_the_headers(nvcc):
 
 
 def test_the_list_of_architectures_says_for_what_nvcc_compiles():
-    every, images = ("kFloat8E4M3FN", "kInt8", "kBFloat16"), {(90, "kUInt8"): ("90a",)}
+    every = ("kFloat8E4M3FN", "kInt8", "kBFloat16")
+    images = {(90, "kUInt8"): ("90a",), (100, "kUInt8"): ("100a",)}
     hopper = {(90, dtype): ("90a",) for dtype in every}
     blackwell = {(100, dtype): ("100a", "103a") for dtype in every} | {(100, "kInt8"): ("100a",)}
     assert cuda_build.rows() == hopper | images | blackwell

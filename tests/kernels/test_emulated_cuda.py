@@ -1,9 +1,9 @@
 """The emulator executes the PTX of the CUDA kernels; results equal XLA's in every schedule."""
 
 import dataclasses
+import functools
 import re
 import subprocess
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from tests.kernels.emulated_cuda import (
     SOME_STAY,
     THREADS,
     CudaCase,
+    blackwell_images,
     blackwell_split,
     compiled,
     cooperative,
@@ -76,6 +77,7 @@ ROLES = {
         "bfloat16, streamed",
         "Blackwell, two blocks, segments of several tiles",
         "images, 224, 768, 192",
+        "Blackwell, images, slots and accumulators used again",
         "split by 2, six tiles",
         "Blackwell, split by 2, slots and accumulators used again",
         "cooperative, six tiles",
@@ -91,12 +93,15 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
     assert_bit_equal(jnp.asarray(y), xla.run(*operands, out_dtype=case.out_dtype))
     chunks = tiles.chunks(Problem.of(*operands, out_dtype=case.out_dtype)) // case.config.splits
     if case.image:
-        # A chunk has two of a patch's 16 lines.
-        chunks = 16 // 2
+        # On Hopper a chunk has two of a patch's 16 lines.
+        chunks = 16 if case.capability == 100 else 16 // 2
     for block, warp in np.ndindex(stamps.shape[:2]):
         said = "".join(LETTERS[stamp % 16 - 1] for stamp in stamps[block, warp] if stamp)
         pattern = ROLES[case.capability].get(warp, "")
-        if case.image:
+        if case.image and case.capability == 100 and warp >= 4:
+            # The corrections come before the first tile.
+            pattern = f"Pl{pattern}"
+        elif case.image and case.capability == 90:
             # Pixels are loaded before the products of the previous chunk are issued.
             pattern = pattern.replace("(LM){chunks}", f"L(LM){{{chunks - 1}}}M")
         pattern = pattern.replace("chunks", str(chunks))
@@ -124,7 +129,7 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
     assert {span.role for span in spans} == set(EVENTS) - missing
 
 
-tuned = partial(CudaCase, rows=128, capability=100)
+tuned = functools.partial(CudaCase, rows=128, capability=100)
 
 TUNED = {
     "two blocks, table for each tile": tuned(
@@ -203,8 +208,8 @@ BUGS = {
         "accumulator of block",
     ),
     "no wait for a load of tensor memory": (
-        "    ptx::tcgen05_wait_ld();\n",
-        "",
+        "    ptx::tcgen05_wait_ld();\n#pragma unroll\n",
+        "#pragma unroll\n",
         "used before tcgen05.wait::ld",
     ),
     "no wait for a store's read": (
@@ -213,8 +218,8 @@ BUGS = {
         "stmatrix overwrites what is read",
     ),
     "no fence before a store": (
-        "    ptx::fence_proxy_async();\n",
-        "",
+        "    ptx::fence_proxy_async();\n    __syncwarp();\n",
+        "    __syncwarp();\n",
         "without a fence.proxy.async",
     ),
     "no fence before an accumulator is freed": (
@@ -228,8 +233,8 @@ BUGS = {
         "tcgen05.mma .* writes an accumulator",
     ),
     "no fence after the products": (
-        "wait_for_accumulator(shared_.multiplied",
-        "wait(shared_.multiplied",
+        "wait_for_accumulator(shared_.multiplied[accumulator.index]",
+        "wait(shared_.multiplied[accumulator.index]",
         "tcgen05.ld reads an accumulator",
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
@@ -314,8 +319,8 @@ BUGS = {
         "no barrier orders that before",
     ),
     "one lane fences for all": (
-        "    ptx::fence_proxy_async();\n",
-        "    if (elected) ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();\n    __syncwarp();\n",
+        "    if (elected) ptx::fence_proxy_async();\n    __syncwarp();\n",
         "without a fence.proxy.async of the lanes",
     ),
 }
@@ -498,6 +503,153 @@ ODD_BUGS = {
     ),
 }
 
+# Deliberate bugs in the Blackwell kernel that cuts images.
+BLACKWELL_CUT = blackwell_images(19, (7, 6), 64, "shared", 64, slots=5)
+
+BLACKWELL_IMAGE_BUGS = {
+    "the wrong line": (
+        "shared_.patches[slot.index], k, row);",
+        "shared_.patches[slot.index], k ^ 1, row);",
+        "results differ",
+    ),
+    "one line late": (
+        "shared_.patches[slot.index], k, row);",
+        "shared_.patches[slot.index], k + 1, row);",
+        "results differ",
+    ),
+    "the patches beside": (
+        "patch = row % args_.grid_width;",
+        "patch = (row + 1) % args_.grid_width;",
+        "results differ",
+    ),
+    "the row of patches below": (
+        "grid_row = row / args_.grid_width,",
+        "grid_row = row / args_.grid_width + 1,",
+        "results differ",
+    ),
+    "another line of the weight": (
+        "args_.weight, 0, column, k);",
+        "args_.weight, 0, column, k ^ 1);",
+        "results differ",
+    ),
+    "a line of the weight begins late": (
+        "args_.weight, 0, column, k);",
+        "args_.weight, 16, column, k);",
+        "results differ",
+    ),
+    "the gaps are expected as bytes": (
+        "kImages ? kRows * kLineBytes : kPatchesBytes",
+        "kPatchesBytes",
+        "no warp can continue|bytes are missing",
+    ),
+    "only half of a line is multiplied": (
+        "for (int step = 0; step < kSlotRowBytes; step += kProductBytes) {\n"
+        "      ptx::tcgen05_mma<kFactorType, kBlocks>(sums, ptx::advance(a, step)",
+        "for (int step = 0; step < kProductBytes; step += kProductBytes) {\n"
+        "      ptx::tcgen05_mma<kFactorType, kBlocks>(sums, ptx::advance(a, step)",
+        "results differ",
+    ),
+    "pixels are signed": (
+        "kInstruction = ptx::instruction_descriptor(dtype,",
+        "kInstruction = ptx::instruction_descriptor(kFactorType,",
+        "results differ",
+    ),
+    "the -128s are unsigned": (
+        "ptx::instruction_descriptor(kFactorType, kTileRows",
+        "ptx::instruction_descriptor(dtype, kTileRows",
+        "results differ",
+    ),
+    "the swizzle of patches": (
+        "ptx::shared_address(chunk), kSlotRowBytes)",
+        "ptx::shared_address(chunk), kRowBytes)",
+        "results differ|reads what|not in the first row|outside",
+    ),
+    "no corrections": (
+        "correction[m] = corrections[(first + j + m) * kCore / 2];",
+        "correction[m] = {};",
+        "results differ",
+    ),
+    "the corrections of the other warpgroup's columns": (
+        "&correction(storer, first / kCore)",
+        "&correction(0, first / kCore)",
+        "results differ",
+    ),
+    "the corrections of other columns": (
+        "corrections[(first + j + m) * kCore / 2]",
+        "corrections[(first + (j + m) / 2) * kCore / 2]",
+        "results differ",
+    ),
+    "the -128s are not written": (
+        "    if constexpr (kImages) write_constants();\n",
+        "",
+        "results differ|reads what",
+    ),
+    "some -128s are -127s": (
+        "{0x80808080, 0x80808080,",
+        "{0x80808080, 0x81808080,",
+        "results differ",
+    ),
+    "no fence behind the -128s": (
+        "= constants;\n    ptx::fence_proxy_async();\n",
+        "= constants;\n",
+        "without a fence.proxy.async",
+    ),
+    "no wait for the corrections": (
+        "wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);",
+        "ptx::tcgen05_fence_after_thread_sync();",
+        "accumulator of block",
+    ),
+    "no wait for a load of the corrections": (
+        "      ptx::tcgen05_wait_ld();\n      for",
+        "      for",
+        "used before tcgen05.wait::ld",
+    ),
+    "no fence after the corrections": (
+        "wait_for_accumulator(shared_.multiplied[0], 0,",
+        "wait(shared_.multiplied[0], 0,",
+        "tcgen05.ld reads an accumulator",
+    ),
+    "no commit of the corrections": (
+        "      if (kImages && n == 0) ptx::tcgen05_commit<kBlocks>(shared_.multiplied[0]);\n",
+        "",
+        "no warp can continue",
+    ),
+    "the corrections are not freed": (
+        "    free_accumulator(0, elected);\n",
+        "",
+        "no warp can continue|does not expect them",
+    ),
+    "the corrections are freed before they are loaded": (
+        "    wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);\n",
+        "    wait_for_accumulator(shared_.multiplied[0], 0, Event::kMultiplied);\n"
+        "    free_accumulator(0, elected);\n",
+        "tcgen05.mma .* writes an accumulator|does not expect them",
+    ),
+    "other warps do not wait for the corrections": (
+        "    ptx::bar_sync<1, kStorers * kWarpgroup>();\n",
+        "",
+        "reads what was written|no barrier orders",
+    ),
+    "corrections in every tile": (
+        "if (kImages && n == 0) issue_corrections",
+        "if (kImages) issue_corrections",
+        "tcgen05.mma .* (writes an accumulator|reads what was written)|overwrites what is read",
+    ),
+    "corrections of the first chunk alone": (
+        "if (kImages && n == 0) issue_corrections",
+        "if (kImages && n == 0 && k == 0) issue_corrections",
+        "results differ",
+    ),
+    "the first tile has the corrections' accumulator": (
+        "kCorrections = kImages ? 1 : 0;",
+        "kCorrections = 0;",
+        "accumulator|results differ|no warp can continue|does not expect them",
+    ),
+    "no wait for pixels": BUGS["no wait for patches"],
+    "no wait for a free slot": BUGS["no wait for a free slot"],
+    "the other block's half of the weight": BUGS["the other block's half of the weight"],
+}
+
 # Deliberate bugs in the Hopper kernel with cooperative warpgroups, with several tiles, and more
 # chunks than slots.
 COOPERATIVE = cooperative((6, 128, 1280), 64, INT8, "shared", 64)
@@ -659,6 +811,7 @@ ALL_BUGS = (
     + [(SOME_STAY, name) for name in STAYING_BUGS]
     + [(CUT, name) for name in IMAGE_BUGS]
     + [(CUT_ODD, name) for name in ODD_BUGS]
+    + [(BLACKWELL_CUT, name) for name in BLACKWELL_IMAGE_BUGS]
     + [(NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS]
     + [(COOPERATIVE, name) for name in COOPERATIVE_BUGS]
     + [(SPLIT_FEW if name in ONLY_WITH_FEW_ROWS else SPLIT, name) for name in SPLIT_BUGS]
@@ -673,14 +826,14 @@ ALL_BUGS = (
 BUG_SCHEDULES = (*SCHEDULES, *(({"load": "random", "multiply": "eager"}, i) for i in range(5, 25)))
 
 
-# The register count in the source of each chip's kernel, and one that is too large.
+# The register counts in the source of each chip's kernel, and others that are too large.
 REGISTERS = {
-    100: ("kStoreRegisters = 232", "kStoreRegisters = 240"),
+    100: ("kStoreRegisters = kImages ? 240 : 232", "kStoreRegisters = kImages ? 248 : 240"),
     90: ("kNeedsMost ? kMostRegisters : 232", "kNeedsMost ? 248 : 240"),
 }
 
 
-@pytest.mark.parametrize("case", [SMALL, WIDE], ids=lambda case: case.capability)
+@pytest.mark.parametrize("case", [SMALL, BLACKWELL_CUT, WIDE], ids=lambda case: case.source_dtype)
 def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
     kernel = case.source if case.tuning else cuda_launch.source(case.config)
     with pytest.raises(subprocess.CalledProcessError) as caught:
@@ -693,6 +846,7 @@ def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
     bugs = {SMALL: BUGS, CUT: IMAGE_BUGS, CUT_ODD: ODD_BUGS, COOPERATIVE: COOPERATIVE_BUGS}
     bugs |= {SPLIT: SPLIT_BUGS, SPLIT_FEW: SPLIT_BUGS, SOME_STAY: STAYING_BUGS}
     bugs |= dict.fromkeys((BLACKWELL_SPLIT, BLACKWELL_SPLIT_FEW), BLACKWELL_SPLIT_BUGS)
+    bugs |= {BLACKWELL_CUT: BLACKWELL_IMAGE_BUGS}
     right, wrong, message = bugs.get(case, HOPPER_BUGS)[name]
     kernel = case.source if case.tuning else cuda_launch.source(case.config)
     ptx = compile_source(kernel, tmp_path, case.capability, (right, wrong))
@@ -710,6 +864,26 @@ def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
     pytest.fail(f"no message matches {message!r}: {said}")
 
 
+@pytest.mark.parametrize("as_integers", [True, False])
+def test_sums_of_pixels_beyond_2_24_are_exact(tmp_path, as_integers):
+    """The corrections must be added as integers: float32 has no odd numbers beyond 2^24."""
+    wrong = (
+        "to_float(loaded[first] + correction.x, loaded[first + 1] + correction.y)",
+        "float2{to_float(loaded[first], 0).x + float(correction.x),"
+        " to_float(loaded[first + 1], 0).x + float(correction.y)}",
+    )
+    case = blackwell_images(2, (5, 6), 64, "none", 64, "float32", slots=5)
+    source = cuda_launch.source(case.config)
+    ptx = compile_source(source, tmp_path, 100, None if as_integers else wrong)
+    patches, weight, *rest = draw_operands(0, case.patches, case.N, case.dtype, case.table)
+    # Pixels of 254 and 255, and weights of 126 and 127.
+    patches, weight = (jnp.where(x > 0, 127, 126).astype(jnp.int8) for x in (patches, weight))
+    assert 254 * 126 * 768 > 2**24
+    expected = xla.run(patches, weight, *rest, out_dtype="float32")
+    y, _ = run(ptx, case, (patches, weight, *rest))
+    assert bool((y == np.asarray(expected)).all()) == as_integers
+
+
 MAP_BUGS: dict[str, dict[str, Any]] = {
     "the wrong corner": dict(upper=(0, 0)),
     "a corner in the width": dict(upper=(-1, -15)),
@@ -722,29 +896,64 @@ MAP_BUGS: dict[str, dict[str, Any]] = {
 }
 
 
+# The same for Blackwell, where a load has the lines of single patches, and bugs in the map of the
+# weight, whose lines are loaded with zeros behind them.
+BLACKWELL_MAP_BUGS: dict[str, dict[str, Any]] = {
+    "the wrong corner": dict(upper=(0, 0)),
+    "a corner in the width": dict(upper=(-1, -15)),
+    "one patch late": dict(base=48),
+    "the wrong distance of lines": dict(strides=(1, 48, 96, 4608)),
+    "rows of patches of one image": dict(dimensions=(48, 6, 16, 7)),
+    "lines without a gap": dict(swizzle=0),
+    "a swizzle of 128 bytes": dict(swizzle=128),
+}
+WEIGHT_BUGS: dict[str, dict[str, Any]] = {
+    "no zeros behind a line": dict(dimensions=(64, 64, 16)),
+    "lines of 64 bytes": dict(strides=(1, 768, 64), dimensions=(48, 64, 12)),
+    "a line without its zeros": dict(box=(48, 32, 1)),
+    "rows of the weight are lines": dict(strides=(1, 48, 768), dimensions=(48, 16, 64)),
+    "the wrong swizzle of the weight": dict(swizzle=128),
+}
+
+
 @pytest.fixture(scope="module")
-def cut_ptx():
-    return compiled(CUT)
+def ptx_of():
+    return functools.cache(compiled)
 
 
-@pytest.mark.parametrize("name", MAP_BUGS)
-def test_a_wrong_map_of_images_is_noticed(cut_ptx, monkeypatch, name):
+@pytest.mark.parametrize(
+    "case, index, change",
+    [
+        *((CUT, 0, change) for change in MAP_BUGS.values()),
+        *((BLACKWELL_CUT, 0, change) for change in BLACKWELL_MAP_BUGS.values()),
+        *((BLACKWELL_CUT, 1, change) for change in WEIGHT_BUGS.values()),
+    ],
+    ids=[
+        f"{c}-{name}"
+        for c, names in ((90, MAP_BUGS), (100, BLACKWELL_MAP_BUGS | WEIGHT_BUGS))
+        for name in names
+    ],
+)
+def test_a_wrong_map_of_images_or_of_their_weight_is_noticed(
+    ptx_of, monkeypatch, case, index, change
+):
     """ffi/launch.h makes the map; here the emulator gets a map that differs from it."""
-    change = MAP_BUGS[name]
-    right = emulated_cuda.tensor_maps
+    right, ptx = emulated_cuda.tensor_maps, ptx_of(case)
 
     def wrong(*arguments):
-        first, *others = right(*arguments)
-        moved = change | dict(base=first.base + change.get("base", 0))
-        return dataclasses.replace(first, **moved), *others
+        maps = list(right(*arguments))
+        moved = change | dict(base=maps[index].base + change.get("base", 0))
+        maps[index] = dataclasses.replace(maps[index], **moved)
+        return maps
 
-    operands = draw_operands(0, CUT.patches, CUT.N, CUT.dtype, CUT.table)
-    expected = np.asarray(xla.run(*operands, out_dtype=CUT.out_dtype))
-    assert (run(cut_ptx, CUT, operands)[0] == expected).all()
+    operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
+    expected = np.asarray(xla.run(*operands, out_dtype=case.out_dtype))
+    assert (run(ptx, case, operands)[0] == expected).all()
     monkeypatch.setattr(emulated_cuda, "tensor_maps", wrong)
     try:
-        y, _ = run(cut_ptx, CUT, operands)
+        y, _ = run(ptx, case, operands)
     except EmulatorError as error:
-        assert re.search("bounding box|outside of all arrays", str(error))
+        message = "bounding box|outside of all arrays|no warp can continue|out of bounds|overwrites"
+        assert re.search(message, str(error))
     else:
         assert (y != expected).any()

@@ -11,14 +11,15 @@ import pytest
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import BACKENDS, choose, explain, xla
 from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.base.chips import A100, B200, H200, Target
+from pallas_patch_embed.base.chips import A100, B200, B300, H200, Target
 from pallas_patch_embed.base.problem import PatchGeometry, Problem
 from pallas_patch_embed.patch_embedding import primitive
 from pallas_patch_embed.patch_embedding.patches import Encoding, cut_into_rows
 from tests.kernels.cuda_kernels import built
 from tests.operator.bounds import assert_bit_equal, draw_images, draw_params
 
-HOPPER = Target("cuda", H200)
+HOPPER, BLACKWELL, ULTRA = (Target("cuda", chip) for chip in (H200, B200, B300))
+CUTTING = pytest.mark.parametrize("target, number", [(HOPPER, 90), (BLACKWELL, 100)], ids=str)
 PARAMS = draw_params(np.random.default_rng(0), patch_size=16, grid=(14, 14), N=768, dtype="int8")
 IMAGES = jax.ShapeDtypeStruct((8, 224, 224, 3), jnp.uint8)
 
@@ -38,27 +39,29 @@ def reasons(problem, target):
 
 
 @built
-def test_the_CUDA_kernel_serves_on_Hopper():
-    found = explain(problem(), HOPPER, cut="kernel")
+@CUTTING
+def test_the_CUDA_kernel_serves(target, number):
+    found = explain(problem(), target, cut="kernel")
     text = str(found)
     assert "of uint8 images with cut='kernel', N = 768" in text
     assert re.search(
-        r"-> cuda .* patch_embed_sm90_u8_bf16_table_\w+_stationary, cuts images itself", text
+        rf"-> cuda .* patch_embed_sm{number}_u8_bf16_table_\w+_stationary, cuts images itself", text
     )
     assert found.chosen == "cuda"
-    others = reasons(problem(), HOPPER)
-    assert others["mosaic_sm90"] == others["xla"] == "it does not cut images itself."
+    others = reasons(problem(), target)
+    assert others[f"mosaic_sm{number}"] == others["xla"] == "it does not cut images itself."
 
 
 @built
 @pytest.mark.parametrize("name", [None, "cuda"])
 @pytest.mark.parametrize("width", [224, 240])
-def test_on_Hopper_the_kernel_cuts_int8_images_without_being_asked(name, width):
+@CUTTING
+def test_the_kernel_cuts_int8_images_without_being_asked(name, width, target, number):
     asked = problem(images=(8, 224, width, 3))
     asked = dataclasses.replace(asked, table=(asked.patches[-2], asked.N))
-    found = explain(asked, HOPPER)
-    assert found.chosen == "cuda" and "_u8_bf16_" in str(found)
-    option = choose(asked, HOPPER, name)
+    found = explain(asked, target)
+    assert found.chosen == "cuda" and f"sm{number}_u8_bf16_" in str(found)
+    option = choose(asked, target, name)
     assert option.cuts_images and "cuts images itself" in str(option)
 
 
@@ -70,7 +73,10 @@ def test_on_Hopper_the_kernel_cuts_int8_images_without_being_asked(name, width):
         (dict(images=(8, 224, 248, 3)), HOPPER),
         (dict(images=(8, 230, 224, 3)), HOPPER),
         (dict(dtype="bfloat16"), HOPPER),
-        (dict(), Target("cuda", B200)),
+        (dict(images=(8, 224, 248, 3)), BLACKWELL),
+        (dict(images=(8, 230, 224, 3)), BLACKWELL),
+        (dict(dtype="bfloat16"), BLACKWELL),
+        (dict(dtype="bfloat16"), ULTRA),
         (dict(), Target("cuda", H200, known=False)),
     ],
     ids=str,
@@ -86,11 +92,15 @@ def test_without_being_asked_other_images_are_cut_by_patchify(name, change, targ
 @pytest.mark.parametrize(
     "change, target, reason",
     [
-        (dict(dtype="bfloat16"), HOPPER, "and in int8, but this is bfloat16 on sm_90."),
-        (dict(), Target("cuda", B200), "only on Hopper and in int8, but this is int8 on sm_100."),
+        (dict(dtype="bfloat16"), HOPPER, "only in int8, on sm_90 and sm_100, but this is bfloat16"),
+        (dict(dtype="bfloat16"), ULTRA, "but this is bfloat16 on sm_100."),
+        (dict(), ULTRA, "10.3 has no int8 tensor cores"),
         (dict(), Target("cuda", A100), "it needs compute capability 9.0, 10.0 or 10.3"),
         (dict(images=(8, 224, 248, 3)), HOPPER, "expected multiples of 16"),
         (dict(images=(8, 230, 224, 3)), HOPPER, "expected multiples of 16"),
+        (dict(images=(8, 230, 224, 3)), BLACKWELL, "expected multiples of 16"),
+        (dict(params=dataclasses.replace(PARAMS, patch_size=14)), BLACKWELL, "of 16 x 16"),
+        (dict(params=dataclasses.replace(PARAMS, patch_size=32)), BLACKWELL, "of 16 x 16"),
         (dict(params=dataclasses.replace(PARAMS, patch_size=14)), HOPPER, "patches of 16 x 16"),
         (dict(params=dataclasses.replace(PARAMS, patch_size=32)), HOPPER, "patches of 16 x 16"),
     ],
@@ -176,7 +186,7 @@ def test_it_goes_through_jit_vmap_and_batches(cuts):
 
 
 @built
-def test_a_program_for_Hopper_calls_the_kernel_with_the_images():
+def test_a_program_for_any_chip_calls_the_kernels_with_the_images():
     def embed(images):
         operands = (images, PARAMS.weight, PARAMS.scale, PARAMS.table)
         static = dict(
@@ -186,7 +196,7 @@ def test_a_program_for_Hopper_calls_the_kernel_with_the_images():
 
     text = jax.jit(embed).trace(IMAGES).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @pallas_patch_embed_cuda" in line)
-    assert re.search(r'kernels = "patch_embed_sm90_u8_\w+"', call)
+    assert re.search(r'kernels = "patch_embed_sm90_u8_\w+,patch_embed_sm100_u8_\w+"', call)
     assert "(tensor<8x224x224x3xui8>, tensor<768x768xi8>" in call
     # No other operation cuts or encodes the images.
     assert "transpose" not in text and "convert" not in text
