@@ -125,7 +125,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     info_parser.set_defaults(main=_run_info)
     search.add_parser(commands)
     tune.add_parser(commands)
-    return parser.parse_args(argv[1:])
+    arguments, rest = parser.parse_known_args(argv[1:])
+    # Before Python 3.12.7 argparse leaves a positional argument with nargs="?" behind an option.
+    match rest if arguments.command == "search" and arguments.text is None else []:
+        case ["--", text]:
+            arguments.text, rest = text, []
+        case [text] if not text.startswith("-"):
+            arguments.text, rest = text, []
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:

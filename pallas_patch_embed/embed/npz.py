@@ -193,7 +193,9 @@ def open_array(
     with archive.open(f"{name}.npy") as file:
         if np.lib.format.read_magic(file) != (1, 0):
             raise ValueError("the version of its format is not 1.0, which np.savez writes")
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+        if by_columns and len(shape) > 1:
+            raise ValueError("its array is in Fortran's order, expected C's")
         length = archive.getinfo(f"{name}.npy").file_size - file.tell()
         if length != math.prod(shape) * dtype.itemsize:
             raise ValueError("its length differs from the length in its header")

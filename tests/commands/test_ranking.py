@@ -150,6 +150,12 @@ def test_an_npz_file_is_read_in_pieces(tmp_path, monkeypatch, dtype):
     assert [each.id for each in parts[0].entries([3, 700])] == ["3.png", "700.png"]
 
 
+def test_an_npz_file_in_another_order_is_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", embeddings=np.asfortranarray(embeddings("float32", 3)))
+    with pytest.raises(ValueError, match="in Fortran's order"):
+        list(written._Npz(str(tmp_path / "a.npz")).vectors())
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_vectors_without_a_direction_are_left_out(tmp_path, dtype):
     vectors = embeddings(dtype, 20)

@@ -123,6 +123,20 @@ def test_an_output_at_a_url_is_searched(made, searched):
         assert searched(*command, f"{url}/{out}") == searched(*command, out)
 
 
+def test_a_text_may_stand_behind_options():
+    def parse(*line):
+        return cli.parse(["pallas-patch-embed", "search", "out", *line])
+
+    options = ("--checkpoint", "model", "--top", "3")
+    for line in ((*options, "a red car"), ("a red car", *options)):
+        assert parse(*line).text == "a red car"
+    assert parse(*options, "--", "-5").text == "-5"
+    assert parse(*options, "--image", "a.png").text is None
+    for line in (["a", "b"], ["a", *options, "b"], [*options, "--tpo"], [*options, "a", "--tpo"]):
+        with pytest.raises(SystemExit):
+            parse(*options, *line)
+
+
 def test_an_npz_file_at_a_signed_url_is_opened(made, monkeypatch):
     server = "https://example.org/"
 
