@@ -80,6 +80,8 @@ class Tokenizer:
       padding: id that fills up a text.
       start: id of the token in front of a text, or None.
       padding_side: "right" or "left".
+      ends_once: whether a text that already ends with an end token gets no other one, as in
+        transformers' SiglipTokenizer.
     """
 
     encode: Callable[[list[str]], Iterable[list[int]]] = dataclasses.field(repr=False)
@@ -88,6 +90,7 @@ class Tokenizer:
     padding: int
     start: int | None = None
     padding_side: str = "right"
+    ends_once: bool = False
 
     def __call__(self, texts: str | Sequence[str]) -> npt.NDArray[np.int32]:
         """Tokenizes texts.
@@ -108,7 +111,10 @@ class Tokenizer:
         front = [] if self.start is None else [self.start]
         ids = np.full((len(given), self.length), self.padding, np.int32)
         for row, found in zip(ids, self.encode(given)):
-            kept = [*front, *found[: self.length - len(front) - 1], self.end]
+            cut = found[: self.length - len(front) - 1]
+            if self.ends_once and cut[-1:] == [self.end]:
+                cut = cut[:-1]
+            kept = [*front, *cut, self.end]
             row[slice(len(kept)) if self.padding_side == "right" else slice(-len(kept), None)] = (
                 kept
             )
@@ -212,6 +218,7 @@ def _load(
         encode.id(padding),
         start,
         "left" if fields.get("padding_side") == "left" else "right",
+        ends_once=kind is SIGLIP,
     )
 
 

@@ -138,6 +138,22 @@ def test_a_text_that_begins_with_a_special_token_has_no_mark_in_front_of_it(tmp_
         np.testing.assert_array_equal(tokenizer(text), [[1, 1, 1, 1]])
 
 
+def test_a_SigLIP_text_that_ends_with_the_end_token_gets_no_other_one(tmp_path):
+    path = unpacked("siglip", tmp_path)
+    edit(path / "tokenizer_config.json", padding_side="left")
+    tokenizer = ppe.load_tokenizer(path, length=8)
+    ended = tokenizer("a red car</s>")
+    np.testing.assert_array_equal(ended, tokenizer("a red car"))
+    try:
+        from transformers import SiglipTokenizer
+    except ImportError:
+        return
+    theirs = SiglipTokenizer.from_pretrained(path, padding_side="left")
+    for text in ("a red car</s>", "a</s></s>", "</s>", "a red car, a red car, a red car</s>"):
+        ids = theirs(text, padding="max_length", max_length=8, truncation=True)["input_ids"]
+        np.testing.assert_array_equal(tokenizer(text), [ids], err_msg=text)
+
+
 @pytest.mark.parametrize("listed", ["tokenizer_config.json", "added_tokens.json"])
 def test_tokens_that_were_added_to_a_spiece_model_are_refused(tmp_path, listed):
     path = unpacked("siglip", tmp_path)
