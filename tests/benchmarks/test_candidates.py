@@ -110,10 +110,10 @@ def compiled_by_a_search(chip, backends=None):
 
 @pytest.mark.usefixtures("cuda_library", "nvcc")
 @pytest.mark.parametrize("chip", [A100, H200, B200, B300], ids=lambda chip: chip.name)
-def test_a_search_compiles_at_most_60_kernels_on_a_chip(chip, monkeypatch):
+def test_a_search_compiles_at_most_64_kernels_on_a_chip(chip, monkeypatch):
     monkeypatch.setattr(triton, "missing", lambda: None)
     kernels = compiled_by_a_search(chip)
-    assert len(kernels) <= 60
+    assert len(kernels) <= 64
     assert {(backend, cuts) for backend, cuts, *_ in kernels} >= {
         ("triton", False),
         ("triton", True),
