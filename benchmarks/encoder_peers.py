@@ -92,7 +92,6 @@ class Jax:
 
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
-        self.calls = BURST
         self.wait = _block_until_ready
 
     def prepare(self, folder: str, images: int, modes: list[str]) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class Jax:
             tanh = dataclasses.replace(encoder, config=config)
             ways["this encoder with the tanh GELU"] = _ours, (tanh,), options
         left_out = {}
-        self.contenders, self.calls = {}, calls_of(images)
+        self.contenders = {}
         for name, (function, operands, chosen) in ways.items():
             self._compile(name, jax.jit(function, compiler_options=chosen), (*operands, pixels))
         call = functools.partial(_ours, encoder, pixels)
@@ -146,8 +145,8 @@ class Jax:
     def embeddings(self, name: str) -> list[list[float]]:
         return np.asarray(self.contenders[name].call(), np.float32).tolist()
 
-    def turn(self, name: str, regime: str, rest: float, seconds: float) -> dict[str, Any]:
-        return turn_of(self.contenders[name].call, self.wait, regime, self.calls, rest, seconds)
+    def turn(self, name: str, **options: Any) -> dict[str, Any]:
+        return turn_of(self.contenders[name].call, self.wait, **options)
 
 
 def _block_until_ready(x: Any) -> Any:
@@ -324,11 +323,10 @@ class Torch:
 
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
-        self.calls = BURST
 
     def prepare(self, folder: str, images: int, modes: list[str]) -> dict[str, Any]:
         """Compiles the model in each mode; a mode that fails is left out with the reason."""
-        self.contenders, self.calls, left_out = {}, calls_of(images), {}
+        self.contenders, left_out = {}, {}
         for mode in modes:
             name = f"transformers, torch.compile{'' if mode == 'default' else f', {mode}'}"
             try:
@@ -398,8 +396,8 @@ class Torch:
     def embeddings(self, name: str) -> list[list[float]]:
         return self.contenders[name].call().float().cpu().tolist()
 
-    def turn(self, name: str, regime: str, rest: float, seconds: float) -> dict[str, Any]:
-        return turn_of(self.contenders[name].call, self.wait, regime, self.calls, rest, seconds)
+    def turn(self, name: str, **options: Any) -> dict[str, Any]:
+        return turn_of(self.contenders[name].call, self.wait, **options)
 
 
 def turn_of(
@@ -469,6 +467,7 @@ def measure(
     for regime, rounds in (("burst", chosen.turns), ("sustained", max(1, chosen.turns - 1))):
         for _, key in ((i, key) for i in range(rounds) for key in compiled):
             options = dict(regime=regime, rest=chosen.rest, seconds=chosen.seconds)
+            options["calls"] = BURST_OF_FEW if case.images <= FEW_IMAGES else BURST
             turns[key, regime].append(processes[key[0]].call("turn", name=key[1], **options))
 
     def median(key, regime, what):
@@ -509,11 +508,6 @@ def table(found: list[EncoderMeasurement]) -> str:
             f"{peak:>7}{r.compile_seconds:11.1f}{r.difference:12.3%}"
         )
     return "\n".join(lines)
-
-
-def calls_of(images: int) -> int:
-    """Returns the number of calls in a burst."""
-    return BURST_OF_FEW if images <= FEW_IMAGES else BURST
 
 
 def modes_for(images: int) -> tuple[str, ...]:

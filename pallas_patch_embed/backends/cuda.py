@@ -175,12 +175,8 @@ class CudaConfig:
         """Returns the work of a launch, from which its time is predicted."""
         hopper = self.capability == HOPPER
         passes = 2 if hopper and not self.cooperative else 1
-        tiling, chunks, streamed, pixels = (
-            self.tiling(problem, chip),
-            tiles.chunks(problem),
-            0.0,
-            0.0,
-        )
+        tiling, chunks = self.tiling(problem, chip), tiles.chunks(problem)
+        streamed = pixels = 0.0
         if self.stream_weight:
             streamed = 1 - self.launch(problem, chip)["staying_chunks"] / chunks
         if problem.images is not None:

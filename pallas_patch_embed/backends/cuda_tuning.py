@@ -32,8 +32,13 @@ OTHER_REGISTERS = {"bf16": 8, "f32": 16}
 STORING_WARPS, WARP_ROWS = 8, 32
 
 # Enumerator of each dtype in ffi/, by the dtype's spelling in the names of kernels.
-TYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16", "f32": "kFloat32"}
-TYPES |= {"u8": "kUInt8"}
+TYPES = {
+    "e4m3": "kFloat8E4M3FN",
+    "i8": "kInt8",
+    "u8": "kUInt8",
+    "bf16": "kBFloat16",
+    "f32": "kFloat32",
+}
 ITEMSIZE = {"bf16": 2, "f32": 4}
 
 

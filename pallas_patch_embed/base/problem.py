@@ -96,8 +96,12 @@ class Epilogue(NamedTuple):
     @property
     def operands(self) -> tuple[str, ...]:
         """The names of its operands, in their order."""
-        names = {"row_scale": ["row_scale"], "residual": ["residual"], "levels": LEVELS}
-        names["parts"] = ["layer"]
+        names = {
+            "row_scale": ["row_scale"],
+            "residual": ["residual"],
+            "levels": LEVELS,
+            "parts": ["layer"],
+        }
         return tuple(name for field in names if getattr(self, field) for name in names[field])
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+
+# JAX has no other public function that tells whether a jit traces this call.
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as is_traced_by_jit
 
 from pallas_patch_embed.base.chips import cuda_is_installed

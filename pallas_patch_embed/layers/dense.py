@@ -68,8 +68,8 @@ def dense(
             None if value is None else jnp.expand_dims(value, 1)
             for value in (weight, scale, bias, factor, shift)
         )
-    given = dict(row_scale=row_scale, residual=residual, factor=factor, shift=shift)
-    given["layer"] = None if layer is None else layer.reshape(1)
+    number = None if layer is None else layer.reshape(1)
+    given = dict(row_scale=row_scale, residual=residual, factor=factor, shift=shift, layer=number)
     epilogue = Epilogue(
         activation,
         row_scale=row_scale is not None,

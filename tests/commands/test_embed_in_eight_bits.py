@@ -184,6 +184,13 @@ def test_what_has_no_path_in_8_bits_is_refused(root, tmp_path, options, inputs, 
     assert not (tmp_path / "out").exists()
 
 
+def best_of(search, capsys):
+    """Runs a search with --json; returns the first result."""
+    capsys.readouterr()
+    assert cli.main(search) == 0
+    return json.loads(capsys.readouterr().out)[0]
+
+
 def test_a_picture_is_searched_with_the_same_scales(root, tmp_path, capsys):
     calibration = tmp_path / "calibration.safetensors"
     shutil.copy(root / "first.safetensors", calibration)
@@ -191,9 +198,7 @@ def test_a_picture_is_searched_with_the_same_scales(root, tmp_path, capsys):
     assert embed(root, out, dtype="int8", calibration=str(calibration)) == 0
     given = ["--checkpoint", str(root / "model"), str(out), "--image", f"{root}/photos/1.png"]
     search = cli.parse(["pallas-patch-embed", "search", *given, "--json"])
-    capsys.readouterr()
-    assert cli.main(search) == 0
-    best = json.loads(capsys.readouterr().out)[0]
+    best = best_of(search, capsys)
     assert best["id"].endswith("1.png") and best["cosine"] > 1 - 1e-5
     calibration.unlink()
     assert cli.main(search) == 2
@@ -245,9 +250,7 @@ def test_texts_are_embedded_in_8_bits_and_searched_in_the_precision_of_the_outpu
     # A text that is in the output is found with a cosine of 1.
     search = cli.parse(["x", "search", "--checkpoint", f"{texts}/model", str(out), "a cat"])
     search.json = True
-    capsys.readouterr()
-    assert cli.main(search) == 0
-    best = json.loads(capsys.readouterr().out)[0]
+    best = best_of(search, capsys)
     assert best["id"].endswith("texts.txt#1") and best["cosine"] > 1 - 1e-5
     calibration.unlink()
     assert cli.main(search) == 2

@@ -349,20 +349,12 @@ CASES |= {
 }
 
 
-def blackwell_images(
-    images: int,
-    grid: tuple[int, int],
-    N: int,
-    table: str,
-    tile_n: int,
-    out_dtype: str = BF16,
-    blocks: int = 2,
-    **more,
-) -> CudaCase:
-    """Makes a case of the Blackwell kernel that cuts images of `grid` patches itself."""
+def blackwell_images(*described, blocks: int = 2, **more) -> CudaCase:
+    """Makes a case of the Blackwell kernel; `described` are the arguments of `of_images`."""
+    tile_n, out_dtype = (*described[4:], BF16)[:2]
     slots = {256: 8, 192: 12 if out_dtype == BF16 else 8, 128: 12, 64: 16 if blocks == 2 else 12}
     more = dict(slots=slots[tile_n], rows=128, capability=100, blocks=blocks) | more
-    return of_images(images, grid, N, table, tile_n, out_dtype, **more)
+    return of_images(*described, **more)
 
 
 # As for Hopper: sides and widths of models, with tables, outputs, numbers of images, images that

@@ -390,8 +390,11 @@ class Worker(launch.Worker):
         buffer[...] = y.astype(self.problem.out_dtype)
         plgpu.commit_smem()
         rows = pl.ds(row + self.rank * ROWS, ROWS)
-        number, column = self.result_place
+        result, column = self.result_place
         for i, y in enumerate(self.operands.y):
             place = y.at[rows, pl.ds(column + first, width)]
             store = functools.partial(plgpu.copy_smem_to_gmem, buffer, place)
-            store() if len(self.operands.y) == 1 else pl.when(number == i)(store)
+            if len(self.operands.y) == 1:
+                store()
+            else:
+                pl.when(result == i)(store)
