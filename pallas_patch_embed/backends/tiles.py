@@ -211,11 +211,10 @@ def flatten_leading_axes(
       [..., S, N]; a tuple of them if the epilogue has several parts.
     """
     source, weight, scale, table, *others = operands
-    outputs = problem.outputs
-    shape = (*problem.patches[:-1], problem.N // outputs)
+    shape = (*problem.patches[:-1], problem.columns)
     if problem.rows == 0:
         empty = jnp.zeros(shape, problem.out_dtype)
-        return empty if outputs == 1 else (empty,) * outputs
+        return empty if problem.outputs == 1 else (empty,) * problem.outputs
     if problem.has_table:
         table = table.reshape(problem.table_period, problem.N)
     found = compute(source, weight, scale, table, *others)

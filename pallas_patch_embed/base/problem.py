@@ -202,6 +202,11 @@ class Problem:
         return max(self.epilogue.parts, 1)
 
     @property
+    def columns(self) -> int:
+        """Number of columns of each result."""
+        return self.N // self.outputs
+
+    @property
     def has_table(self) -> bool:
         """Whether a table of rows is added (True), or one offset [N] for all rows."""
         return len(self.table) > 1

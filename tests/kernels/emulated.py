@@ -247,7 +247,7 @@ def emulated(stem: Path, case: PallasCase, operands, **options):
     def make(config, tiling, problem, interpret, trace):
         def run(*arguments):
             arrays = [np.asarray(x) for x in arguments]
-            shape = (problem.rows, problem.N // problem.outputs)
+            shape = (problem.rows, problem.columns)
             results = [(shape, jnp.dtype(problem.out_dtype))] * problem.outputs
             machine, addresses = mosaic.prepare(stem, arrays, results, **options)
             machines.append(machine)

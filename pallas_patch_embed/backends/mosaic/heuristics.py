@@ -22,10 +22,9 @@ def slice_widths(problem: Problem, widths: tuple[int, ...]) -> list[int]:
     Raises:
       NotImplementedError: no width divides it.
     """
-    N = problem.N // problem.outputs
-    found = [n for n in widths if N % n == 0]
+    found = [n for n in widths if problem.columns % n == 0]
     if not found:
-        raise NotImplementedError(f"N is {N}, expected a multiple of 64.")
+        raise NotImplementedError(f"N is {problem.columns}, expected a multiple of 64.")
     return found
 
 

@@ -41,10 +41,9 @@ SPANS = 64
 
 def check_slice(tile_n: int, problem: Problem) -> None:
     """Refuses a slice of N whose width is not a multiple of 64 or does not divide N."""
-    N = problem.N // problem.outputs
-    if tile_n < 64 or tile_n % 64 or N % tile_n:
+    if tile_n < 64 or tile_n % 64 or problem.columns % tile_n:
         raise NotImplementedError(
-            f"tile_n is {tile_n}, expected a multiple of 64 that divides N = {N}."
+            f"tile_n is {tile_n}, expected a multiple of 64 that divides N = {problem.columns}."
         )
 
 
@@ -153,7 +152,7 @@ def kernel(
 ) -> Callable:
     """Makes a Pallas kernel: (patches [M, K], weight, scale, table, segments, ...) -> y [M, N].
 
-    The other operands are those of the epilogue.
+    The other operands are those of the epilogue. With several results y is a tuple of them.
 
     Args:
       name: name of the kernel in profiles.
@@ -177,8 +176,7 @@ def kernel(
         ).run(lax.axis_index("warpgroup"))
 
     body.__name__ = name
-    shape = problem.rows, problem.N // problem.outputs
-    result = jax.ShapeDtypeStruct(shape, problem.out_dtype)
+    result = jax.ShapeDtypeStruct((problem.rows, problem.columns), problem.out_dtype)
     # The plgpu.kernel of jax 0.11 does not accept a cost estimate.
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         options["cost_estimate"] = cost(problem)
@@ -245,8 +243,8 @@ class Worker:
         """The number of the result to which this slice belongs, and its first column there."""
         if self.problem.outputs == 1:
             return 0, self.column
-        N = self.problem.N // self.problem.outputs
-        return lax.div(self.column, N), lax.rem(self.column, N)
+        columns = self.problem.columns
+        return lax.div(self.column, columns), lax.rem(self.column, columns)
 
     def for_each_tile(
         self, visit: Callable, begin: Callable | None = lambda table_row: None
