@@ -204,8 +204,8 @@ def flatten_leading_axes(
     Args:
       problem: the problem of the operands, which `check_operands` has accepted.
       operands: patches (or images), weight, scale, table, and those of the epilogue.
-      compute: function of the same operands, with table [period, N] or [N], which returns y [M, N].
-        It is not called if there are no rows.
+      compute: function of the same operands, with table [period, N] or [N], row_scale [M] and
+        residual [M, N], which returns y [M, N]. It is not called if there are no rows.
 
     Returns:
       [..., S, N]; a tuple of them if the epilogue has several parts.
@@ -217,5 +217,11 @@ def flatten_leading_axes(
         return empty if problem.outputs == 1 else (empty,) * problem.outputs
     if problem.has_table:
         table = table.reshape(problem.table_period, problem.N)
-    found = compute(source, weight, scale, table, *others)
+    M, N = problem.rows, problem.N
+    flat = {"row_scale": (M,), "residual": (M, N)}
+    rest = (
+        value.reshape(flat.get(name, value.shape))
+        for name, value in zip(problem.epilogue.operands, others, strict=True)
+    )
+    found = compute(source, weight, scale, table, *rest)
     return jax.tree.map(lambda y: y.reshape(shape), found)

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import io
-import math
 import threading
 import types
 from unittest import mock
@@ -37,10 +36,10 @@ def draw_operands(seed, patches, N, dtype, table):
 def draw_epilogue(seed, patches, N, epilogue):
     """Draws the operands of an epilogue for `draw_operands`, with which the result stays exact."""
     rng = np.random.default_rng(seed)
-    M = math.prod(patches[:-1])
+    rows = patches[:-1]
     drawn = dict(
-        row_scale=jnp.asarray(np.exp2(rng.integers(-2, 3, M)), jnp.float32),
-        residual=jnp.asarray(rng.integers(-200, 200, (M, N)) / 4, jnp.bfloat16),
+        row_scale=jnp.asarray(np.exp2(rng.integers(-2, 3, rows)), jnp.float32),
+        residual=jnp.asarray(rng.integers(-200, 200, (*rows, N)) / 4, jnp.bfloat16),
         # Many results are in the middle of two integers, and many are clipped.
         factor=jnp.asarray(np.exp2(rng.integers(-8, -5, N)), jnp.float32),
         shift=jnp.asarray([-3], jnp.float32),
