@@ -266,7 +266,9 @@ def kernel(
     padding = lengths is not None and first is None
     buffers = 0 if levels else 1 + padding
     scratch_types: Any = dict(scratch=Scratch.types(config, shape, make.memory, buffers))
-    given = [x for x in (lengths, first) if x is not None]
+    given = []
+    if lengths is not None:
+        given = [lengths, order_of(lengths, config, shape), *(() if first is None else (first,))]
 
     def attention(*operands, scratch):
         *read, y = operands
@@ -294,10 +296,32 @@ def kernel(
     return jax.freeze(y).reshape(q.shape)
 
 
-class Operands(NamedTuple):
-    """The arrays in global memory, as the arguments of `kernel`, and y.
+def order_of(lengths: jax.Array, config: Config, shape: Shape) -> jax.Array:
+    """Returns the order in which tiles of queries are computed [2, B * units].
 
-    It is [B, S, H, D], or [B * S, H * D] in 8 bits.
+    The thread blocks take units in turn. So those with the most tiles of keys come first, and those
+    of padding last, and all thread blocks have about the same work. The tiles of queries of an
+    image stay together, because they read the same keys.
+
+    The first row has the numbers of the tiles among those of all images, the second the lengths of
+    their images.
+    """
+    units = config.units(shape)
+    begin = lax.broadcasted_iota(jnp.int32, (shape.B, units), 1)
+    begin = begin * (config.passes(shape) * config.consumers * ROWS)
+    lengths = jnp.broadcast_to(lengths[:, None], begin.shape)
+    tiles = jnp.where(begin < lengths, pl.cdiv(lengths, config.keys), 0)
+    # One sort of numbers is faster than one of pairs: the number of a tile is the rest of its key.
+    numbers = shape.B * units
+    keys = (config.tiles(shape) - tiles.ravel()) * numbers + jnp.arange(numbers, dtype=jnp.int32)
+    order = lax.sort(keys, is_stable=False) % numbers
+    return jnp.stack([order, lengths.ravel()[order]])
+
+
+class Operands(NamedTuple):
+    """The arrays in global memory, as the arguments of `kernel`, y, and the result of `order_of`.
+
+    y is [B, S, H, D], or [B * S, H * D] in 8 bits.
     """
 
     y: Any
@@ -305,6 +329,7 @@ class Operands(NamedTuple):
     k: Any
     v: Any
     lengths: Any = None
+    order: Any = None
     first: Any = None
 
 
@@ -485,26 +510,30 @@ class Worker:
         def index_of(i):
             return lax.min(first + i * self.workers, units - 1)
 
-        def length_of(i):
-            return self.operands.lengths[self.place(index_of(i)).image]
+        def ordered(i):
+            """Returns the index and the length of the i-th unit, if images have lengths."""
+            if self.operands.order is None:
+                return []
+            index = index_of(i)
+            tile, length = (self.operands.order[row, lax.div(index, shape.H)] for row in (0, 1))
+            return [tile * shape.H + lax.rem(index, shape.H), length]
 
         def visit_unit(i, state):
-            entry, round, carry, *length = state
+            entry, round, carry, *unit = state
             # The length of the next unit arrives while this one is computed.
-            following = [length_of(i + 1)] if length else []
+            following = ordered(i + 1)
             tiles: Any = config.tiles(shape)
             passes: Any = config.passes(shape)
-            (tokens,) = length or (shape.S,)
-            if length:
-                left = tokens - self.place(index_of(i)).row
+            index, tokens = unit or (index_of(i), shape.S)
+            if unit:
+                left = tokens - self.place(index).row
                 passes = jnp.clip(pl.cdiv(left, self.step), 0, passes)
                 tiles = jnp.where(passes > 0, pl.cdiv(tokens, config.keys), 0)
-            carry = visit(Unit(index_of(i), tokens, tiles, passes, entry, round), carry)
+            carry = visit(Unit(index, tokens, tiles, passes, entry, round), carry)
             return entry + tiles, round + passes, carry, *following
 
         count = lax.div(units - 1 - first, self.workers) + 1
-        lengths = [] if self.operands.lengths is None else [length_of(0)]
-        start = (jnp.int32(0), jnp.int32(0), carry, *lengths)
+        start = (jnp.int32(0), jnp.int32(0), carry, *ordered(0))
         return lax.fori_loop(0, count, visit_unit, start)[:3]
 
     def place(self, index: Any) -> Place:

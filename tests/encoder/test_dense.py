@@ -51,7 +51,7 @@ def draw(dtype="int8", seed=0):
 
 def in_float64(x, weight, scale, bias, *, activation="", row_scale=None, residual=None):
     """Computes a dense layer in float64."""
-    sums = np.einsum("bsk,nk->bsn", *(np.asarray(a, np.float64) for a in (x, weight)))
+    sums = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     y = sums * np.asarray(scale, np.float64)
     if row_scale is not None:
         y = y * np.asarray(row_scale, np.float64)[..., None]
