@@ -44,7 +44,7 @@ from benchmarks.machine_code import (
 )
 from benchmarks.offline_compile import CHIPS, operands
 from pallas_patch_embed.backends import cuda, tiles, triton
-from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
+from pallas_patch_embed.backends.mosaic import SM90, SM100, sm100
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import ROW_BYTES
 from pallas_patch_embed.base.chips import A100, B200, H200, RTX_3090, RTX_4090, Target
@@ -393,7 +393,7 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     launch = dict(shared_memory=found["shared_memory_bytes"])
     launch["staying_chunks"] = 0 if config.stream_weight else tiles.chunks(problem)
     if architecture == "sm_90":
-        launch |= dict(multiplying_warps=4 * sm90.CONSUMERS, tensor_memory_columns=0)
+        launch |= dict(multiplying_warps=4 * config.consumers, tensor_memory_columns=0)
     else:
         launch |= dict(multiplying_warps=1, storing_warps=4 * sm100.STORERS)
         launch["tensor_memory_columns"] = config.tensor_memory_columns()

@@ -178,11 +178,15 @@ def first_that_fits[C: Checked](problem: Problem, chip: Chip, configs: Iterable[
 def config_of[C](kind: type[C], fields: Mapping[str, Any]) -> C:
     """Returns the config of this class with these fields.
 
+    Fields that have a default may be missing: an earlier version did not know them.
+
     Raises:
       ValueError: a field is missing or unknown, or has another type; the message says which.
     """
-    wanted = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if wanted.keys() != fields.keys():
+    known = dataclasses.fields(kind)  # type: ignore[arg-type]
+    wanted = {field.name: field.type for field in known}
+    needed = {field.name for field in known if field.default is dataclasses.MISSING}
+    if not needed <= fields.keys() <= wanted.keys():
         found = printable(", ".join(fields) or "empty")
         raise ValueError(
             f"the fields of a {kind.__name__} are {found}, expected {', '.join(wanted)}."

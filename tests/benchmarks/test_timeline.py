@@ -15,8 +15,8 @@ def trace(tmp_path):
     path = tmp_path / "body-trace.json"
     events = [
         ("multiply", "B", 5.0, 4),
-        ("wait for the other's products", "B", 5.5, 4),
-        ("wait for the other's products", "E", 6.0, 4),
+        ("wait for the others' products", "B", 5.5, 4),
+        ("wait for the others' products", "E", 6.0, 4),
         ("multiply", "E", 7.0, 4),
         ("feed a tile", "B", 5.0, 8),
         ("feed a tile", "E", 5.25, 8),
@@ -38,7 +38,7 @@ def trace(tmp_path):
 
 def test_spans_are_read_with_their_warps(trace):
     assert timeline.read(trace) == [
-        Span(1, 4, "wait for the other's products", 5500, 6000),
+        Span(1, 4, "wait for the others' products", 5500, 6000),
         Span(1, 4, "multiply", 5000, 7000),
         Span(1, 8, "feed a tile", 5000, 5250),
         Span(1, 8, "feed a tile", 6000, 6750),

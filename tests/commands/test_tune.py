@@ -119,7 +119,7 @@ def test_a_config_that_the_Triton_kernel_does_not_have_is_refused(field, value):
         (dict(slots=2**70), "slots of a HopperConfig is 1180591620717411303424, expected less"),
         (dict(slots="x" * 10**6), "slots of a HopperConfig is 'x{96}[.]{3}x{99}', expected"),
         (dict(stream_weight=0), "stream_weight of a HopperConfig is 0, expected"),
-        (dict(depth=3), "stream_weight, depth, expected tile_n, slots, rows, stream_weight"),
+        (dict(depth=3), "consumers, depth, expected tile_n, slots, rows, stream_weight, consumers"),
     ],
     ids=str,
 )

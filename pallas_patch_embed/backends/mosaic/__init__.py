@@ -73,7 +73,7 @@ class MosaicBackend:
             config.check(problem, chip)
         if trace:
             needed = config.shared_memory_bytes(problem)
-            needed += launch.trace_bytes(self.kernel.WARPGROUPS)
+            needed += launch.trace_bytes(config.warpgroups)
             launch.check_shared_memory(needed, chip, config)
         tiling = config.tiling(problem, chip)
         make = functools.partial(self.kernel.make, config, tiling, problem, interpret, trace)

@@ -4,6 +4,7 @@ All functions are pure functions of problem and chip. docs/experiments has the t
 that were not chosen.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable
@@ -46,6 +47,13 @@ BLACKWELL_SLOTS = range(8, 3, -1)
 ENOUGH_SLOTS = 6
 
 
+# The time to load a row of a chunk, in units of the time to multiply a row by a column. With a
+# streamed weight, 64 rows of 192 columns take 1.6 times the time of their products, and 128 rows
+# that of the products: So400m's layers of N = K = 1152 took 1.58 times as long with 64 rows as with
+# 128 in int8, and 1.70 times in bfloat16 (docs/experiments/encoder.md).
+LOADING = 1.6 * 64 * 192 / (64 + 192)
+
+
 def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
     """Chooses the config with the smallest estimated time, with as many slots as fit.
 
@@ -56,12 +64,14 @@ def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
         *(_sm90_of_width(problem, chip, n) for n in slice_widths(problem, (192, 128, 64)))
     )
 
-    def time(config: HopperConfig) -> int:
+    def time(config: HopperConfig) -> float:
         """Estimates the time of the worker with the most tiles.
 
         The unit is the time to multiply one row by one column.
         """
-        one_tile = config.tile_m * config.tile_n + tiles.TILE_OVERHEAD
+        loaded = config.rows + config.tile_n * config.stream_weight
+        one_part = max(config.rows * config.tile_n, LOADING * loaded)
+        one_tile = config.consumers * one_part + tiles.TILE_OVERHEAD
         return config.tiling(problem, chip).tiles_per_worker * one_tile
 
     return min(configs, key=time)
@@ -82,7 +92,8 @@ def _sm90_of_width(problem: Problem, chip: Chip, tile_n: int) -> list[HopperConf
 def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
     """Returns the configs that the heuristic compares.
 
-    A config with a stationary weight is followed by one that streams the weight.
+    A config with a stationary weight is followed by one that streams the weight. For an activation
+    there are also configs with three consumers.
     """
     found = []
     for tile_n in slice_widths(problem, (192, 128, 64)):
@@ -92,6 +103,10 @@ def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
             choices = dict(tile_n=tile_n, rows=128, stream_weight=True)
             streamed = _deepest(HopperConfig, EVERY_HOPPER_SLOTS, problem, chip, **choices)
             found += filter(None, [streamed])
+        for stream in (False, True) if problem.epilogue.activation else ():
+            three = HopperConfig(tile_n, 0, stream_weight=stream, consumers=3)
+            slots = (dataclasses.replace(three, slots=n) for n in EVERY_HOPPER_SLOTS)
+            found += filter(None, [tiles.first_that_fits(problem, chip, slots)])
     return found
 
 

@@ -49,9 +49,7 @@ from pallas_patch_embed.base.problem import Problem
 ROWS = 128
 ACCUMULATORS = 2  # One is filled while the other one is stored.
 
-# Number of warpgroups that store, and of all warpgroups of a thread block.
-STORERS = 2
-WARPGROUPS = 1 + STORERS
+STORERS = 2  # Warpgroups that store.
 
 # Largest number of columns whose sums a storing thread has in registers at a time; with an
 # activation half of them, because ptxas spills with more.
@@ -89,6 +87,11 @@ class BlackwellConfig:
     def blocks(self) -> int:
         """Number of thread blocks of a worker."""
         return 2 if self.collective else 1
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a thread block."""
+        return 1 + STORERS
 
     @property
     def tile_m(self) -> int:
@@ -170,7 +173,7 @@ def make(config: BlackwellConfig, tiling: Tiling, problem: Problem, interpret, t
         *(config, tiling, problem, memory, trace),
         cluster=(config.blocks,),
         cluster_names=("rank",),
-        num_threads=WARPGROUPS,
+        num_threads=config.warpgroups,
         interpret=interpret,
     )
 

@@ -1,13 +1,14 @@
 """The Hopper kernel, in Pallas Mosaic GPU: wgmma with a stationary weight and a stationary table.
 
-A worker is a thread block of three warpgroups. It computes the same `tile_n` columns of N for all
-row tiles that `schedule.py` assigns to it:
+A worker is a thread block of three or four warpgroups. It computes the same `tile_n` columns of N
+for all row tiles that `schedule.py` assigns to it:
 
   load_constants       one warp: loads scale, offsets if there is no table, and a stationary weight.
   feed                 one warp, the producer: loads patches, and a streamed weight, into the slots
                        of a ring, in the order of the products. Both warps load by TMA.
-  multiply_and_store   two warpgroups, the consumers, each with half of every tile's rows: while one
-                       multiplies, the other scales its accumulator, adds the table, and stores.
+  multiply_and_store   two or three warpgroups, the consumers, each with its rows of every tile:
+                       they take turns to multiply, and meanwhile the others scale their
+                       accumulators, add the table, and store.
 
 The table's rows stay in registers for a segment. If they do not fit, they are loaded for each tile.
 
@@ -18,8 +19,8 @@ The table's rows stay in registers for a segment. If they do not fit, they are l
   filled[consumer,slot]  1 copy, plus copies    the consumer's next chunk is in    that consumer
                          of streamed weight     the slot
   freed[slot]            1 consumer             the slot's chunk is multiplied     feed
-  products_issued[c]     the other consumer     the other consumer has issued the  consumer c
-                                                products of its half of a tile
+  products_issued[c]     the consumer before    it has issued the products of its  consumer c
+                                                rows of a tile, so it is c's turn
 
 No phase of a barrier may be left without a wait. feed does not wait before the first use of a slot;
 instead it waits for the last phases before it returns.
@@ -43,16 +44,14 @@ from pallas_patch_embed.base.chips import Chip
 from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
 
-# Number of warpgroups that multiply, and of all warpgroups of a thread block.
-CONSUMERS = 2
-WARPGROUPS = CONSUMERS + 1
+# Largest number of slots: one array contains a barrier for each slot and consumer, of which there
+# are at least two.
+MOST_SLOTS = launch.MOST_BARRIERS // 2
 
-# Largest number of slots: one array contains a barrier for each slot and consumer.
-MOST_SLOTS = launch.MOST_BARRIERS // CONSUMERS
-
-# Registers of a thread in the loading warpgroup and in a multiplying warpgroup, set by setmaxnreg.
-# At launch every thread has 168: 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168.
-REGISTER_SPLITS = ((40, 232), (24, 240))
+# Registers of a thread in the loading warpgroup and in a multiplying warpgroup, set by setmaxnreg,
+# by the number of consumers. At launch every thread has 168, or with three consumers 128:
+# 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168, 128 * (32 + 3 * 160) = 4 * 128 * 128.
+REGISTER_SPLITS = {2: ((40, 232), (24, 240)), 3: ((32, 160),)}
 
 # Registers of a multiplying thread for addresses and temporaries, and how many more it needs, by
 # output dtype, if scales and table stay in registers. With fewer, ptxas was measured to spill.
@@ -77,19 +76,27 @@ class HopperConfig:
     Attributes:
       tile_n: columns of N that a worker computes, a multiple of 64.
       slots: number of slots of the ring; a slot has 128 bytes of K for each row of a consumer.
-      rows: rows of a consumer's half of a tile, 64 or 128.
+      rows: rows of a tile that a consumer has, 64 or 128.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
+      consumers: warpgroups that multiply, 2 or 3. With three, two are storing while one multiplies,
+        which pays if an epilogue takes longer than the products.
     """
 
     tile_n: int
     slots: int
     rows: int = 64
     stream_weight: bool = False
+    consumers: int = 2
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a thread block."""
+        return self.consumers + 1
 
     @property
     def tile_m(self) -> int:
         """Rows of a tile."""
-        return CONSUMERS * self.rows
+        return self.consumers * self.rows
 
     def tiling(self, problem: Problem, chip: Chip) -> Tiling:
         """Returns the tiles and workers for a problem."""
@@ -105,7 +112,7 @@ class HopperConfig:
             slots=self.slots,
             rows=self.rows,
             columns=self.tile_n,
-            passes=CONSUMERS,
+            passes=self.consumers,
             streamed=float(self.stream_weight),
         )
 
@@ -134,22 +141,29 @@ class HopperConfig:
 
     def keeps_columns(self, problem: Problem) -> bool:
         """Returns whether scales and table stay in registers."""
-        return self.registers(problem, keeps_columns=True) <= REGISTER_SPLITS[-1][1]
+        return self.registers(problem, keeps_columns=True) <= self.most_registers
+
+    @property
+    def most_registers(self) -> int:
+        """The largest number of registers of a multiplying thread."""
+        return REGISTER_SPLITS[self.consumers][-1][1]
 
     def register_split(self, problem: Problem) -> tuple[int, int]:
         """Returns the first of REGISTER_SPLITS with enough registers for a multiplying thread."""
         needed = self.registers(problem, keeps_columns=self.keeps_columns(problem))
-        return next(split for split in REGISTER_SPLITS if split[1] >= needed)
+        return next(split for split in REGISTER_SPLITS[self.consumers] if split[1] >= needed)
 
     def check(self, problem: Problem, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if this config cannot serve `problem`."""
         launch.check_slice(self.tile_n, problem)
-        launch.check_slots(self.slots, MOST_SLOTS)
+        if self.consumers not in REGISTER_SPLITS:
+            raise NotImplementedError(f"consumers is {self.consumers}, expected 2 or 3.")
+        launch.check_slots(self.slots, launch.MOST_BARRIERS // self.consumers)
         if self.rows not in (64, 128):
             raise NotImplementedError(f"rows is {self.rows}, expected 64 or 128.")
         launch.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
         registers = self.registers(problem, keeps_columns=False)
-        launch.check_registers(registers, REGISTER_SPLITS[-1][1], self)
+        launch.check_registers(registers, self.most_registers, self)
 
 
 def make(config: HopperConfig, tiling: Tiling, problem: Problem, interpret, trace: str):
@@ -161,7 +175,7 @@ def make(config: HopperConfig, tiling: Tiling, problem: Problem, interpret, trac
         functools.partial(Worker, tile=tile, views_of=memory.views_of),
         Scratch.types(config, problem, tile, memory),
         *(config, tiling, problem, memory, trace),
-        num_threads=WARPGROUPS,
+        num_threads=config.warpgroups,
         interpret=interpret,
     )
     return lambda patches, weight, *rest: kernel(patches, tile.view_weight(weight), *rest)
@@ -201,9 +215,11 @@ class Scratch:
                 num_arrivals=2 - problem.has_table + problem.epilogue.levels
             ),
             weight_arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=1 if streams else parts),
-            filled=plgpu.Barrier(num_arrivals=1 + copies * streams, num_barriers=CONSUMERS * slots),
+            filled=plgpu.Barrier(
+                num_arrivals=1 + copies * streams, num_barriers=config.consumers * slots
+            ),
             freed=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
-            products_issued=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
+            products_issued=plgpu.Barrier(num_arrivals=1, num_barriers=config.consumers),
         )
 
 
@@ -212,7 +228,7 @@ class Worker(launch.Worker):
     """A thread block, with a method for each role.
 
     Attributes:
-      tile: a consumer's half of a tile in registers.
+      tile: a consumer's part of a tile in registers.
       views_of: function from the memory of the weight to its two views.
     """
 
@@ -223,7 +239,7 @@ class Worker(launch.Worker):
         """Assigns each warpgroup its registers and its role."""
         feed_registers, multiply_registers = self.config.register_split(self.problem)
 
-        @pl.when(warpgroup == CONSUMERS)
+        @pl.when(warpgroup == self.config.consumers)
         def load():
             plgpu.set_max_registers(feed_registers, action="decrease")
 
@@ -232,18 +248,18 @@ class Worker(launch.Worker):
                 pl.when(warp == 0)(self.feed)
                 pl.when(warp == 1)(self.load_constants)
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < self.config.consumers)
         def consume():
             plgpu.set_max_registers(multiply_registers, action="increase")
             self.multiply_and_store(warpgroup)
 
     def first_row(self, tile, consumer):
-        """Returns the first row of a consumer's half of a tile."""
+        """Returns the first row of a consumer's part of a tile."""
         return tile * self.config.tile_m + consumer * self.config.rows
 
     def first_entry(self, number, consumer):
-        """Returns the first ring entry of a consumer's half of the `number`-th tile."""
-        return (number * CONSUMERS + consumer) * self.chunks
+        """Returns the first ring entry of a consumer's part of the `number`-th tile."""
+        return (number * self.config.consumers + consumer) * self.chunks
 
     def filled(self, entry, consumer):
         return self.scratch.filled.at[consumer * self.config.slots + self.slot(entry)]
@@ -276,12 +292,12 @@ class Worker(launch.Worker):
 
     @jax.named_scope("feed a tile")
     def feed_tile(self, number, tile, _) -> None:
-        for consumer in range(CONSUMERS):
+        for consumer in range(self.config.consumers):
             rows = pl.ds(self.first_row(tile, consumer), self.config.rows)
-            self.feed_half(self.first_entry(number, consumer), consumer, rows)
+            self.feed_part(self.first_entry(number, consumer), consumer, rows)
 
-    def feed_half(self, first, consumer: int, rows) -> None:
-        """Fills the ring entries of a consumer's half of a tile."""
+    def feed_part(self, first, consumer: int, rows) -> None:
+        """Fills the ring entries of a consumer's part of a tile."""
 
         @pl.loop(0, self.chunks)
         def feed_chunk(k):
@@ -302,11 +318,11 @@ class Worker(launch.Worker):
                 self.load_weight(k, slot, arrived)
 
     def multiply_and_store(self, consumer) -> None:
-        issued, other = self.scratch.products_issued, CONSUMERS - 1 - consumer
+        issued = self.scratch.products_issued
         plgpu.barrier_wait(self.scratch.columns_arrived)
 
-        # Consumer 0 multiplies first, so consumer 1 arrives once before it has issued products.
-        @pl.when(consumer == CONSUMERS - 1)
+        # Consumer 0 multiplies first, so the last one arrives once before it has issued products.
+        @pl.when(consumer == self.config.consumers - 1)
         def let_consumer_0_begin():
             plgpu.barrier_arrive(issued.at[0])
 
@@ -318,7 +334,7 @@ class Worker(launch.Worker):
 
         def visit(number, tile, of_segment):
             with jax.named_scope("multiply"):
-                accumulator = self.multiply(consumer, other, self.first_entry(number, consumer))
+                accumulator = self.multiply(consumer, self.first_entry(number, consumer))
             with jax.named_scope("scale, add and store"):
                 self.store(accumulator, self.first_row(tile, consumer), scales, *of_segment)
 
@@ -328,9 +344,10 @@ class Worker(launch.Worker):
         def await_the_last_arrival():
             plgpu.barrier_wait(issued.at[0])
 
-    def multiply(self, consumer, other, first):
-        """Computes the accumulator of a consumer's half of a tile."""
+    def multiply(self, consumer, first):
+        """Computes the accumulator of a consumer's part of a tile."""
         s, patches = self.scratch, self.patches.multiplied
+        following = lax.rem(consumer + 1, self.config.consumers)
         weight = self.views_of(s.weight).multiplied
 
         def free(k, *, pending):
@@ -339,7 +356,7 @@ class Worker(launch.Worker):
             plgpu.barrier_arrive(s.freed.at[self.slot(first + k)])
 
         def accumulate(accumulator):
-            with jax.named_scope("wait for the other's products"):
+            with jax.named_scope("wait for the others' products"):
                 plgpu.barrier_wait(s.products_issued.at[consumer])
 
             def issue(k):
@@ -367,7 +384,7 @@ class Worker(launch.Worker):
 
             if last > 0:
                 issue(last)
-            plgpu.barrier_arrive(s.products_issued.at[other])
+            plgpu.barrier_arrive(s.products_issued.at[following])
             if last > 0:
                 free(last - 1, pending=1)
             free(last, pending=0)
@@ -390,7 +407,7 @@ class Worker(launch.Worker):
         return [load(g) for g in range(self.tile.groups)]
 
     def store(self, accumulator, row, kept_scales, table_row, kept_terms) -> None:
-        """Scales and adds in float32, rounds, and stores a consumer's half of a tile."""
+        """Scales and adds in float32, rounds, and stores a consumer's part of a tile."""
         inside = self.problem.rows % self.config.tile_m == 0
         of_rows = None
         if self.problem.epilogue.row_scale:
