@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import accuracy, contenders, devices, encoder, plots, results
+from benchmarks import accuracy, contenders, encoder, plots, results
 from benchmarks.ceilings import Ceiling, memory_ceilings, product_ceiling
 from benchmarks.contenders import SOURCES, BenchmarkProblem, Entry
 from benchmarks.results import REGIMES, Measurement
@@ -29,7 +29,7 @@ from pallas_patch_embed.base.problem import NAMED_SHAPES, named_shape
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.commands.tune.timing import Contender, Timing
 
-PARTS = ("operator", "encoder", "accuracy", "devices")
+PARTS = ("operator", "encoder", "accuracy")
 
 # Yields the records of a part in groups, as soon as they are measured.
 Records = Iterator[list[dict[str, Any]]]
@@ -203,20 +203,6 @@ def accuracies(chosen: argparse.Namespace) -> Records:
     yield [{"kind": "accuracy"} | dataclasses.asdict(a) for a in found]
 
 
-def several(chosen: argparse.Namespace) -> Records:
-    """Measures weak scaling across this machine's devices."""
-    counts = [n for n in (2, 4, 8) if n <= jax.device_count()]
-    if not counts:
-        print("\nWeak scaling: skipped, because there is only one device.")
-        return
-    for dtype in chosen.dtypes:
-        problem = max(chosen.images), chosen.shapes[0], dtype
-        found = devices.scaling(counts, *problem, seconds=chosen.seconds, rounds=chosen.rounds)
-        print(f"\nWeak scaling, {chosen.shapes[0]}, {dtype}, {found[0].backend}, no collectives")
-        print(devices.table(found), flush=True)
-        yield [{"kind": "devices"} | dataclasses.asdict(s) for s in found]
-
-
 def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
     """Draws every picture for which there are records, and returns the paths."""
     found = [results.result_of(r) for r in records if r["kind"] == "time"]
@@ -281,7 +267,7 @@ def arguments() -> argparse.Namespace:
     shapes = f"shapes: operator ({', '.join(SHAPES)}); encoder ({', '.join(ENCODER_IMAGES)})"
     regimes = "; ".join(f"{name}: {text}" for name, text in REGIMES.items())
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=shapes)
-    images = "images per call; weak scaling uses the largest number on each device"
+    images = "images per call"
     parser.add_argument("--images", type=at_least(1, int), nargs="+", help=images)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="dtypes of patches and weight")
     pixels = ["random", "photographs"]
@@ -352,7 +338,7 @@ def main() -> None:
         return
     print(timing.environment(), flush=True)
     head = {"kind": "run", "versions": timing.environment(), "time": time.strftime("%FT%T%z")}
-    run_part = dict(zip(PARTS, (operator, encoders, accuracies, several)))
+    run_part = dict(zip(PARTS, (operator, encoders, accuracies)))
     everything = itertools.chain([[head]], *(run_part[part](chosen) for part in chosen.parts))
     if not chosen.out:
         collections.deque(everything, maxlen=0)

@@ -13,7 +13,7 @@ import pytest
 
 import pallas_patch_embed as ppe
 from benchmarks import __main__ as benchmarks
-from benchmarks import accuracy, ceilings, contenders, cutlass, devices, encoder, plots, results
+from benchmarks import accuracy, ceilings, contenders, cutlass, encoder, plots, results
 from benchmarks.contenders import BenchmarkProblem
 from pallas_patch_embed.base.problem import NamedShape
 from pallas_patch_embed.commands.tune import timing
@@ -189,34 +189,6 @@ def test_the_accuracy_has_the_error_of_each_dtype(tiny_encoder):
     assert 0.001 < errors[0] and errors == sorted(errors) and errors[-1] < 0.05
     assert all(a.pooled_cosine > 0.99 for a in found.values())
     assert "int8" in accuracy.table(list(found.values()))
-
-
-def test_several_devices_share_no_data_and_agree(monkeypatch):
-    monkeypatch.setattr(devices, "named_shape", lambda name: SMALL)
-    timed = dict(seconds=0.02, rounds=1, calls=2)
-    found = devices.scaling([2], 3, "small", "int8", **timed)
-    assert [(s.devices, s.images, s.regime) for s in found] == [
-        (1, 3, "short"), (2, 6, "short"), (1, 3, "sustained"), (2, 6, "sustained"),
-    ]  # fmt: skip
-    assert found[0].efficiency == 1
-    embed = ppe.patch_embed
-
-    def communicating(patches, params):
-        return embed(patches, params) + 0 * patches.astype(jnp.bfloat16).sum()
-
-    monkeypatch.setattr(ppe, "patch_embed", communicating)
-    with pytest.raises(RuntimeError, match="all-reduce"):
-        devices.sharded(contenders.draw(CASE), 2)
-    monkeypatch.setattr(ppe, "patch_embed", lambda x, params: 1.02 * embed(x, params))
-    with pytest.raises(RuntimeError, match="The relative error on one device"):
-        devices.sharded(contenders.draw(CASE), 2)
-
-    def another(patches, params):
-        return embed(patches, params) + (len(patches) > 3)
-
-    monkeypatch.setattr(ppe, "patch_embed", another)
-    with pytest.raises(RuntimeError, match="of 2 differs from one device alone"):
-        devices.sharded(contenders.draw(CASE), 2)
 
 
 def test_one_wrong_embedding_of_many_is_noticed():
