@@ -26,6 +26,7 @@ from pallas_patch_embed.commands.demo import draw_weights
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.commands.tune.timing import Contender, Timing
 from pallas_patch_embed.encoders.encoder import transform
+from pallas_patch_embed.encoders.layouts import by_outputs
 from pallas_patch_embed.siglip2 import Config, Encoder
 
 # The architectures of google/siglip2-base-patch16-224 and google/siglip2-so400m-patch14-384.
@@ -88,7 +89,10 @@ def draw(name: str, patch_dtype: str, dtype: str) -> tuple[Encoder, dict[str, np
     query = jax.random.normal(next(keys), (D,)).astype(dtype)
     head = dict(query=query, kv=dense(D, 2 * D), out=dense(D, D), **mlp())
     params = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype=patch_dtype)
-    return Encoder(params, None, blocks | after, norm(), head, config, dtype), drawn
+    blocks |= after
+    if dtype == "bfloat16":
+        blocks = jax.device_put(by_outputs(jax.device_get(blocks), config, dtype))
+    return Encoder(params, None, blocks, norm(), head, config, dtype), drawn
 
 
 def ways(

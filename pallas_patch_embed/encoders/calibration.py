@@ -37,6 +37,7 @@ from pallas_patch_embed.encoders.encoder import (
     mean_of_patches,
     observed_transform,
 )
+from pallas_patch_embed.encoders.layouts import by_inputs
 from pallas_patch_embed.encoders.naflex import batch_naflex
 from pallas_patch_embed.encoders.text_encoder import TextEncoder, embedded_tokens, ends_of
 from pallas_patch_embed.layers.attention import prefix_mask
@@ -366,8 +367,10 @@ def _parts(encoder: AnyEncoder, *names: str) -> dict[str, Any]:
 
 
 def _in_float32[E: Encoder | TextEncoder](encoder: E) -> E:
-    parts = _parts(encoder, "embedding", "blocks", "norm", "head", "first_norm", "projection")
+    parts = _parts(encoder, "embedding", "norm", "head", "first_norm", "projection")
     cast = {name: jax.tree.map(lambda x: x.astype("float32"), x) for name, x in parts.items()}
+    assert isinstance(encoder.blocks, dict)
+    cast["blocks"] = by_inputs(encoder.blocks, encoder.config)
     return dataclasses.replace(encoder, dtype="float32", **cast)
 
 

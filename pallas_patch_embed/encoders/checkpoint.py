@@ -30,6 +30,7 @@ from pallas_patch_embed.encoders.config import Config, TextConfig, check_config
 from pallas_patch_embed.encoders.encoder import LAYERS, Encoder
 from pallas_patch_embed.encoders.hub import find_checkpoint
 from pallas_patch_embed.encoders.image_processor import normalisation
+from pallas_patch_embed.encoders.layouts import by_outputs
 from pallas_patch_embed.encoders.names import Names, read_encoder
 from pallas_patch_embed.patch_embedding.packing import pack
 from pallas_patch_embed.patch_embedding.params import check_dtype, check_grid
@@ -406,17 +407,24 @@ def _assemble(
             prefix=weights["prefix"],
         ),
         positions=jax.device_put(positions) if config.naflex else None,
-        blocks=cast(weights["blocks"], dtype),
+        blocks=placed(weights["blocks"], config, dtype),
         config=config,
         dtype=dtype,
         **optional,
     )
 
 
+def placed(blocks: dict[str, Any], config: Config | TextConfig, dtype: str) -> Any:
+    """Puts the blocks of an encoder in this dtype, "bfloat16" or "float32", on the device."""
+    if dtype == "bfloat16" and blocks:
+        blocks = by_outputs(blocks, config, dtype)
+    return cast(blocks, dtype)
+
+
 def cast(weights: Any, dtype: str) -> Any:
     """Puts the weights on the device: layer norms in float32, all others in `dtype`.
 
-    A layer that is in 8 bits stays as it is.
+    A layer that has a "weight" stays as it is.
     """
     if not isinstance(weights, dict):
         return jax.device_put(weights.astype(dtype))

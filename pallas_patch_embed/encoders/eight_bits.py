@@ -25,14 +25,12 @@ import numpy.typing as npt
 
 from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.encoders.config import Config, TextConfig
+from pallas_patch_embed.encoders.layouts import padded, split
 
 type Array = npt.NDArray[Any]
 
 # A dense layer of a block, as (number of the block, name of the layer).
 type Unit = tuple[int, str]
-
-# Kernels read rows of x whose size is a multiple of this many bytes.
-MULTIPLE = 128
 
 # Parts of the mean of the covariance's diagonal that are added to it: the first, which is GPTQ's
 # default, with which the covariance of few pictures, a difference of float32, can be inverted.
@@ -86,7 +84,7 @@ class Prepared(NamedTuple):
 
     Attributes:
       blocks: as in `Encoder`. out's input are levels before they are rounded, and the width of the
-        MLP's hidden layer is a multiple of MULTIPLE.
+        MLP's hidden layer is a multiple of 128.
       statistics: of each dense layer's input.
       factor, shift: [L, M] and [L, 1], of the levels that fc2 gets.
       dtype: dtype of levels and weights, one of `EIGHT_BITS`.
@@ -107,9 +105,8 @@ def prepare(
 ) -> Prepared:
     """Pads the hidden layer, smooths the inputs of layers, and computes their static scales."""
     limit = TABLE[dtype].largest
-    blocks = {name: dict(p) for name, p in blocks.items()}
-    statistics = dict(statistics)
-    _pad_hidden(blocks, statistics, config)
+    blocks, statistics = padded(blocks, config), dict(statistics)
+    statistics["fc2"] = statistics["fc2"].padded(blocks["fc2"]["kernel"].shape[1] - config.mlp)
     for norm, layer in (("norm1", "qkv"), ("norm2", "fc1")):
         by = _smoothing(statistics[layer], blocks[layer]["kernel"])
         blocks[norm] = {name: vector / by for name, vector in blocks[norm].items()}
@@ -174,24 +171,6 @@ def _above_most_units(hidden: Statistics, kernel: Array, limit: float) -> Array:
     allowed = of_weight <= MOST_GROWTH * of_weight[0]
     best = np.where(allowed, of_input + of_weight, np.inf).argmin(0)
     return np.stack(found)[best, np.arange(len(best))]
-
-
-def _pad_hidden(
-    blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config | TextConfig
-) -> None:
-    """Makes the width of the hidden layer a multiple of MULTIPLE. The new units are 0."""
-    more = -config.mlp % MULTIPLE
-    fc1, parts = blocks["fc1"], 2 if config.gated else 1
-
-    def padded(x: Array) -> Array:
-        split = x.reshape(*x.shape[:-1], parts, config.mlp)
-        split = np.pad(split, [(0, 0)] * (split.ndim - 1) + [(0, more)])
-        return split.reshape(*x.shape[:-1], -1)
-
-    blocks["fc1"] = {name: padded(x) for name, x in fc1.items()}
-    kernel = np.pad(blocks["fc2"]["kernel"], [(0, 0), (0, more), (0, 0)])
-    blocks["fc2"] = blocks["fc2"] | {"kernel": kernel}
-    statistics["fc2"] = statistics["fc2"].padded(more)
 
 
 def _smoothing(statistics: Statistics, kernel: Array) -> Array:
@@ -298,13 +277,6 @@ def runs(
         for layer in set(layers) - set(kept_layers):
             parts = [quantise(prepared, (block, layer)) for block in rows]
             run[layer] = {key: np.stack([part[key] for part in parts]) for key in parts[0]}
-            number = {"qkv": 3, "fc1": 2 if config.gated else 1}.get(layer, 1)
-            if number > 1:
-                run[layer] = {key: _split(x, number) for key, x in run[layer].items()}
+            run[layer] = {key: split(x, layer, config) for key, x in run[layer].items()}
         found.append(run)
     return tuple(found)
-
-
-def _split(x: Array, number: int) -> Array:
-    """Splits the outputs [L, N, ...] into equal parts [L, number, N / number, ...]."""
-    return x.reshape(len(x), number, -1, *x.shape[2:])

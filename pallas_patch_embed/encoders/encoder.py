@@ -83,11 +83,13 @@ class Encoder:
         None.
       blocks: the transformer blocks' "norm1", "qkv", "out", "norm2", "fc1" and "fc2", with a
         leading axis of `config.depth`. Norms are {"scale", "bias"} in float32. The other layers are
-        {"kernel" [in, out], "bias" [out]} in `dtype`. The fc1 of a gated MLP has the gate's
-        columns first. An encoder in 8 bits has a tuple of such dicts, for runs of blocks with the
-        same layers in 8 bits, which are {"weight" [out, in], "scale" [out], "bias" [out]}
-        with another leading axis for the parts of qkv and of a gated fc1, and for fc2 "factor" [in]
-        and "shift" [1], of the levels that it gets.
+        {"weight" [out, in] in `dtype`, "scale" [out] and "bias" [out] in float32}, with another
+        leading axis for the parts of qkv and of a gated fc1, of which the gate's is the first; the
+        width of the hidden layer is a multiple of 128. In bfloat16 scales are 1. An encoder in 8
+        bits has a tuple of such dicts, for runs of blocks with the same layers in 8 bits. There
+        fc2 also has "factor" [in] and "shift" [1], of the levels that it gets. Layers in float32,
+        and those that an encoder in 8 bits keeps in bfloat16, are {"kernel" [in, out],
+        "bias" [out]} in that dtype.
       norm: the last layer norm, or None.
       head: the attention pooling head: "query" [D], which is the projected probe, "kv", "out",
         "norm", "fc1" and "fc2"; the dense layer of `config.pooling` "dense"; or None.
@@ -700,6 +702,7 @@ def _dense(
             residual=residual,
             levels=levels,
             layer=layer,
+            scaled=p["weight"].dtype != jnp.bfloat16,
         )
     assert not isinstance(x, tuple) and levels is None
     y = jnp.matmul(x, p["kernel"])

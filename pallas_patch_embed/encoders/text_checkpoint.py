@@ -28,6 +28,7 @@ from pallas_patch_embed.encoders.checkpoint import (
     given_config,
     in_eight_bits,
     json_beside,
+    placed,
 )
 from pallas_patch_embed.encoders.config import TextConfig
 from pallas_patch_embed.encoders.hub import find_checkpoint
@@ -119,8 +120,10 @@ def _assemble(weights: dict[str, Any], config: TextConfig, dtype: str) -> TextEn
     parts: dict[str, Any] = {
         name: None if part is None else cast(part, "float32" if name == "positions" else dtype)
         for name, part in weights.items()
+        if name != "blocks"
     }
-    return TextEncoder(config=config, dtype=dtype, **parts)
+    blocks = placed(weights["blocks"], config, dtype)
+    return TextEncoder(config=config, dtype=dtype, blocks=blocks, **parts)
 
 
 def _on_sentences(path: Path, exact: TextEncoder, dtype: str) -> Calibration:

@@ -18,7 +18,7 @@ from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.chips import A100, B200, H200, Target
 from pallas_patch_embed.base.problem import Epilogue
-from pallas_patch_embed.layers.dense import dense, problem_of
+from pallas_patch_embed.layers.dense import dense, problem_of, program_for
 from tests.encoder.test_activations import exact
 from tests.repository import environment
 
@@ -122,6 +122,44 @@ def test_no_kernel_of_an_encoders_layers_spills(chip):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 12 and [name for name in found if found[name]] == []
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue(), Epilogue("gelu", residual=True, parts=1)])
+def test_without_scales_xla_computes_in_bfloat16(epilogue):
+    arrays, others = draw("bfloat16")
+    arrays["scale"] = jnp.ones(N)
+    named = dict(activation=epilogue.activation, scaled=False)
+    if epilogue.residual:
+        named["residual"] = others["residual"]
+
+    @jax.jit
+    def wanted(x, weight, scale, bias, residual):
+        y = x @ weight.T + bias.astype(jnp.bfloat16)[None, None]
+        return residual + ACTIVATIONS["gelu"].of_array(y) if epilogue.activation else y
+
+    y = wanted(**arrays, residual=others["residual"])
+    if epilogue.parts:
+        stacked = {name: jnp.stack([a, 2 * a]) for name, a in arrays.items() if name != "x"}
+        arrays, named["layer"] = stacked | {"x": arrays["x"]}, jnp.int32(0)
+    np.testing.assert_array_equal(dense(**arrays, **named), y)
+
+
+@pytest.mark.parametrize(
+    "rows, chip, K, served",
+    [
+        (196, H200, 768, True),
+        (1568, H200, 768, True),
+        (1569, H200, 768, False),
+        (196, B200, 768, False),
+        (196, A100, 768, False),
+        (196, H200, 96, False),
+    ],
+)
+def test_in_bfloat16_hoppers_kernel_serves_few_rows(rows, chip, K, served):
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, K), (768, K)))
+    problem = problem_of(x, weight, Epilogue(residual=True))
+    plan = program_for(problem, Target("cuda", chip), scaled=False)
+    assert (plan is not None) == served
 
 
 def calls_of_the_kernel(monkeypatch, function, *arrays):

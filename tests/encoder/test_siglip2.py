@@ -301,7 +301,7 @@ def test_float_images_and_equal_uint8_images_have_the_same_result():
 def test_layer_norms_stay_float32_in_a_bfloat16_encoder():
     encoder = load("hf_siglip_p16_224")
     assert encoder.norm["scale"].dtype == encoder.blocks["norm1"]["bias"].dtype == jnp.float32
-    assert encoder.blocks["qkv"]["kernel"].dtype == encoder.head["query"].dtype == jnp.bfloat16
+    assert encoder.blocks["qkv"]["weight"].dtype == encoder.head["query"].dtype == jnp.bfloat16
 
 
 def test_a_mask_excludes_the_padding_that_follows():

@@ -1,0 +1,79 @@
+"""How the weights of the blocks' dense layers lie in memory.
+
+A checkpoint is read with kernels [in, out], in float32. The dense layers of an encoder in bfloat16
+or 8 bits have weights [out, in], because a kernel of the GPU loads rows of both operands, and qkv
+and a gated fc1 have an axis for their parts, each of which has a result of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_patch_embed.encoders.config import Config, TextConfig
+
+# Kernels read rows whose size is a multiple of this many bytes.
+MULTIPLE = 128
+
+
+def parts_of(layer: str, config: Config | TextConfig) -> int:
+    """Returns the number of equal parts of a dense layer's outputs."""
+    return {"qkv": 3, "fc1": 2 if config.gated else 1}.get(layer, 1)
+
+
+def split(x: Any, layer: str, config: Config | TextConfig) -> Any:
+    """Splits outputs [L, N, ...] into parts [L, parts, N / parts, ...], if there are several."""
+    parts = parts_of(layer, config)
+    return x if parts == 1 else x.reshape(len(x), parts, -1, *x.shape[2:])
+
+
+def padded(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, Any]:
+    """Makes the width of the hidden layer a multiple of MULTIPLE. The new units are 0."""
+    return blocks | _with_hidden(
+        blocks, config, lambda x: np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -config.mlp % MULTIPLE)])
+    )
+
+
+def by_outputs(blocks: dict[str, Any], config: Config | TextConfig, dtype: str) -> dict[str, Any]:
+    """Returns blocks in float32 as those of an encoder in this dtype, on the host."""
+    blocks = padded(blocks, config)
+    found = {}
+    for name, p in blocks.items():
+        found[name] = p
+        if "kernel" in p:
+            weight, bias = p["kernel"].swapaxes(-1, -2), p["bias"].astype(np.float32)
+            parts = {"weight": weight.astype(dtype), "scale": np.ones_like(bias), "bias": bias}
+            found[name] = {key: split(x, name, config) for key, x in parts.items()}
+    return found
+
+
+def by_inputs(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, Any]:
+    """Inverts `by_outputs`, for blocks on the device, in float32."""
+    found = {}
+    for name, p in blocks.items():
+        if "weight" in p:
+            *_, K = p["weight"].shape
+            kernel = p["weight"].reshape(len(p["weight"]), -1, K).swapaxes(1, 2)
+            p = {"kernel": kernel, "bias": p["bias"].reshape(len(kernel), -1)}
+        found[name] = {key: x.astype(jnp.float32) for key, x in p.items()}
+    return found | _with_hidden(found, config, lambda x: x[..., : config.mlp])
+
+
+def _with_hidden(
+    blocks: dict[str, Any], config: Config | TextConfig, change: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Changes the units [..., M] of the hidden layer in kernels and biases of the MLP."""
+    parts = parts_of("fc1", config)
+
+    def outputs(x: Any) -> Any:
+        units = change(x.reshape(*x.shape[:-1], parts, -1))
+        return units.reshape(*x.shape[:-1], -1)
+
+    fc2 = blocks["fc2"]
+    inputs = change(fc2["kernel"].swapaxes(-1, -2)).swapaxes(-1, -2)
+    return {
+        "fc1": jax.tree.map(outputs, blocks["fc1"]),
+        "fc2": fc2 | {"kernel": inputs},
+    }
