@@ -107,7 +107,7 @@ def test_all_forms_are_embedded_and_a_killed_run_goes_on(monkeypatch, tmp_path):
     assert records["arrays"]["rate"] > 0 and records["decoder"]["rate"] > 0
 
 
-@pytest.mark.slow("runs the command seven times")
+@pytest.mark.exhaustive("runs the command seven times")
 def test_the_peak_of_memory_is_measured_for_every_source(tmp_path, capsys):
     tiny = Config(32, 1, 2, 64, 8, (4, 4), image_size=(32, 32))
     chosen = argparse.Namespace(pictures=2, workers=[1])

@@ -230,18 +230,26 @@ RUNS = [
 
 @pytest.mark.parametrize("name, schedule, kind, seed", RUNS)
 def test_the_compiled_kernel_is_near_float64(compiled, name, schedule, kind, seed):
-    *shape, _, _, _, images, levels = CASES[name]
+    *shape, consumers, keys, slots, images, levels = CASES[name]
     operands = draw(shape, kind, seed)
+    config = Config(consumers, keys, slots)
+
+    def with_order(lengths, longest):
+        order = attention_sm90.order_of(lengths, config, Shape(len(lengths), longest, *shape[2:]))
+        return [lengths, np.asarray(order)]
+
     arrays = [np.asarray(x) for x in operands]
     flat = (shape[0] * shape[1], shape[2] * shape[3])  # The kernel's result in 8 bits.
     if images == "lengths":
-        arrays += [np.minimum(LENGTHS[: shape[0]], shape[1]).astype(np.int32)]
+        lengths = np.minimum(LENGTHS[: shape[0]], shape[1]).astype(np.int32)
+        arrays += with_order(lengths, shape[1])
     elif images != "whole":
         arrays = [x.reshape(1, -1, *shape[2:]) for x in arrays]
         # The kernel stores to its last operand, and XLA returns it.
         dtype = jnp.dtype(levels or arrays[0].dtype)
         poison = np.full(arrays[0].size * dtype.itemsize, POISON, np.uint8).view(dtype)
-        arrays += [np.array(x, np.int32) for x in SEGMENTS.values()]
+        first, lengths = (np.array(SEGMENTS[part], np.int32) for part in ("first", "lengths"))
+        arrays += [*with_order(lengths, images[1]), first]
         arrays += [poison.reshape(flat if levels else arrays[0].shape)]
     result = (flat if levels else arrays[0].shape, jnp.dtype(levels or "bfloat16"))
     machine, (address,) = mosaic.prepare(
@@ -265,7 +273,7 @@ def test_the_compiled_kernel_is_near_float64(compiled, name, schedule, kind, see
         # Passes in which all queries are padding are zero.
         assert not np.asarray(y[0], np.float32).any()
     else:
-        q, k, v, lengths, first, poison = arrays
+        q, k, v, lengths, _, first, poison = arrays
         stored = np.zeros(y.shape[1], bool)
         for length, begin in zip(lengths, first):
             rows = slice(begin, begin + length)
