@@ -141,7 +141,12 @@ def contenders(
     for config in configs:
         if not config.fits(shape, chip, lengths=bool(more)):
             continue
-        kernel = functools.partial(attention_sm90.kernel, longest=longest, config=config, chip=chip)
+
+        def kernel(*operands: Any, config: Config = config, **static: Any) -> jax.Array:
+            ordered = attention_sm90.with_order(config, *operands, longest=longest)
+            static |= dict(longest=longest, config=config, chip=chip)
+            return attention_sm90.kernel(*ordered, **static)
+
         if levels:
 
             def rounded(*operands: Any, kernel: Any = kernel) -> jax.Array:

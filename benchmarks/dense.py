@@ -11,6 +11,7 @@ process, in turn. The records are written to dense.jsonl.
 import argparse
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,14 +187,15 @@ def main() -> None:
             if name != "norm":
                 check(compared)
             burst = timing.burst(compared, rounds=3, rest=0.2)
-            sustained = burst
+            sustained: dict[str, Any] = {}
             if chosen.seconds:
                 sustained = timing.sustained(compared, seconds=chosen.seconds, rounds=1)
             for program in compared:
                 row = {"kind": "dense", "model": model, "rows": M, "layer": name}
                 row |= {"program": program, "burst": burst[program].milliseconds}
-                row |= {"sustained": sustained[program].milliseconds}
-                text = f"{row['burst']:8.4f} {row['sustained']:8.4f}"
+                if chosen.seconds:
+                    row["sustained"] = sustained[program].milliseconds
+                text = f"{row['burst']:8.4f} {row.get('sustained', math.nan):8.4f}"
                 print(f"{model:14} {name:6} {program:90} {text}", flush=True)
                 with path.open("a") as file:
                     file.write(json.dumps(row) + "\n")

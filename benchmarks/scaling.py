@@ -197,8 +197,8 @@ def records(chosen: argparse.Namespace, gpus: list[str]) -> Iterator[dict[str, A
 
 def visible_gpus() -> list[str]:
     """Returns the numbers of the GPUs that CUDA_VISIBLE_DEVICES names, or of all."""
-    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return named.split(",")
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in named.split(",") if gpu]
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -65,8 +65,10 @@ def on_one_device(ctx: Any) -> Iterator[Any]:
     """Yields the context in which code is lowered that runs on one device.
 
     Pallas kernels refuse operands whose types say how they vary over a mesh, so these types are
-    replaced by types without that information.
+    replaced by types without that information. The indices of kernels have 32 bits, also if a
+    program enables 64.
     """
     plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    with mesh, jax.enable_x64(False):
         yield ctx.replace(avals_in=plain)

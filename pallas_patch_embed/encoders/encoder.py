@@ -21,6 +21,7 @@ from pallas_patch_embed.base.dtypes import EIGHT_BITS, TABLE
 from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import Config, TextConfig
+from pallas_patch_embed.encoders.layouts import number_of_parameters
 from pallas_patch_embed.encoders.naflex import PackedImages
 from pallas_patch_embed.encoders.program import Program
 from pallas_patch_embed.layers.attention import (
@@ -245,7 +246,9 @@ class Encoder:
             )
 
     def __repr__(self) -> str:
-        size = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self))
+        others = jax.tree.leaves(dataclasses.replace(self, blocks={}))
+        size = sum(getattr(leaf, "size", 0) for leaf in others)
+        size += number_of_parameters(self.blocks, self.config)
         layers = described_layers(self.blocks)
         return (
             f"Encoder({self.dtype}, {layers}{size:,} parameters, {self.config}, "

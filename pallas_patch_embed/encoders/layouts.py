@@ -14,7 +14,8 @@ import numpy as np
 
 from pallas_patch_embed.encoders.config import Config, TextConfig
 
-# Kernels read rows whose size is a multiple of this many bytes.
+# The width of the hidden layer is a multiple of this many units, because kernels read rows whose
+# size is a multiple of 128 bytes.
 MULTIPLE = 128
 
 
@@ -59,6 +60,13 @@ def by_inputs(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, 
             p = {"kernel": kernel, "bias": p["bias"].reshape(len(kernel), -1)}
         found[name] = {key: x.astype(jnp.float32) for key, x in p.items()}
     return found | _with_hidden(found, config, lambda x: x[..., : config.mlp])
+
+
+def number_of_parameters(blocks: Any, config: Config | TextConfig) -> int:
+    """Counts the parameters of a checkpoint's blocks, without padding and scales of 1."""
+    if isinstance(blocks, dict):
+        blocks = jax.eval_shape(lambda blocks: by_inputs(blocks, config), blocks)
+    return sum(leaf.size for leaf in jax.tree.leaves(blocks))
 
 
 def _with_hidden(

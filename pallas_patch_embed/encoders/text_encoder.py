@@ -15,6 +15,7 @@ from pallas_patch_embed.base.array_arguments import AnyArray, as_array
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import TextConfig
 from pallas_patch_embed.encoders.encoder import check_layers, described_layers, transform
+from pallas_patch_embed.encoders.layouts import number_of_parameters
 from pallas_patch_embed.encoders.program import Program
 
 
@@ -93,7 +94,9 @@ class TextEncoder:
         return ids
 
     def __repr__(self) -> str:
-        size = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self))
+        others = jax.tree.leaves(dataclasses.replace(self, blocks={}))
+        size = sum(getattr(leaf, "size", 0) for leaf in others)
+        size += number_of_parameters(self.blocks, self.config)
         layers = described_layers(self.blocks)
         return f"TextEncoder({self.dtype}, {layers}{size:,} parameters, {self.config})"
 

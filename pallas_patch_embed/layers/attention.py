@@ -43,10 +43,11 @@ SERVED: dict[Kind, dict[int, range]] = {
     "segments": {64: range(1024, 1025), 72: range(1024, 1025)},
 }
 
-# The kernel gets at least this many units of work for each multiprocessor, 88 on an H200. With 96
-# units, 8 images of B/16, it takes 0.84 of cuDNN's time, with 12 to 48 units 1.2 to 1.6 times that,
-# because most multiprocessors are idle then.
-FEWEST_UNITS = 2 / 3
+# The kernel gets at least this many units of work for each multiprocessor: for whole images 88 on
+# an H200. With 96 units, 8 images of B/16, it takes 0.84 of cuDNN's time, with 12 to 48 units 1.2
+# to 1.6 times that, because most multiprocessors are idle then. Few images with their own numbers
+# of tokens were not measured.
+FEWEST_UNITS: dict[Kind, float] = {"whole": 2 / 3, "lengths": 4, "segments": 4}
 
 attention_p = Primitive("attention")
 attention_p.def_impl(functools.partial(apply_primitive, attention_p))
@@ -250,7 +251,7 @@ def program_for(q: Any, target: Target, kind: Kind = "whole") -> Choice:
         what = f"{S} tokens and heads of {D} channels" + f", with {kind}" * (kind != "whole")
         return Choice("cudnn", f"the kernel was not measured to be faster for {what}.")
     config = attention_sm90.choose(shape, chip, lengths=kind != "whole")
-    units, fewest = B * H * config.units(shape), round(FEWEST_UNITS * chip.multiprocessors)
+    units, fewest = B * H * config.units(shape), round(FEWEST_UNITS[kind] * chip.multiprocessors)
     if units < fewest:
         return Choice("cudnn", f"the kernel would have {units} units of work, fewer than {fewest}.")
     return Choice("mosaic_sm90", "", config)
@@ -316,7 +317,8 @@ def _lower_for_cuda(ctx, *operands, longest, levels):
     )
 
     def call(*operands):
-        return lowering.call_kernel(kernel, *operands).reshape(ctx.avals_in[0].shape)
+        ordered = attention_sm90.with_order(config, *operands, longest=longest)
+        return lowering.call_kernel(kernel, *ordered).reshape(ctx.avals_in[0].shape)
 
     with lowering.on_one_device(ctx) as plain:
         return mlir.lower_fun(call, multiple_results=False)(plain, *operands)

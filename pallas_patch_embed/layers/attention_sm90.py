@@ -219,6 +219,7 @@ def kernel(
     k: jax.Array,
     v: jax.Array,
     lengths: jax.Array | None = None,
+    order: jax.Array | None = None,
     first: jax.Array | None = None,
     *,
     longest: int | None = None,
@@ -232,6 +233,7 @@ def kernel(
     Args:
       q, k, v: [B, S, H, D] bfloat16.
       lengths: [B] int32, the number of tokens of each image; None if all have S.
+      order: the result of `order_of`, with lengths.
       first: [N] int32, if the B rows hold N images, whose `lengths` are [N] then: the index of each
         image's first token among the B * S tokens, a multiple of 8 (PACKED_ROWS).
       longest: with `first`, the largest number of tokens of an image.
@@ -266,9 +268,7 @@ def kernel(
     padding = lengths is not None and first is None
     buffers = 0 if levels else 1 + padding
     scratch_types: Any = dict(scratch=Scratch.types(config, shape, make.memory, buffers))
-    given = []
-    if lengths is not None:
-        given = [lengths, order_of(lengths, config, shape), *(() if first is None else (first,))]
+    given = [x for x in (lengths, order, first) if x is not None]
 
     def attention(*operands, scratch):
         *read, y = operands
@@ -316,6 +316,24 @@ def order_of(lengths: jax.Array, config: Config, shape: Shape) -> jax.Array:
     keys = (config.tiles(shape) - tiles.ravel()) * numbers + jnp.arange(numbers, dtype=jnp.int32)
     order = lax.sort(keys, is_stable=False) % numbers
     return jnp.stack([order, lengths.ravel()[order]])
+
+
+def with_order(
+    config: Config,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array | None = None,
+    first: jax.Array | None = None,
+    *,
+    longest: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns the operands of `kernel`, with the order if there are lengths."""
+    if lengths is None:
+        return q, k, v
+    shape = Shape(len(lengths), longest or q.shape[1], *q.shape[2:])
+    more = () if first is None else (first,)
+    return q, k, v, lengths, order_of(lengths, config, shape), *more
 
 
 class Operands(NamedTuple):

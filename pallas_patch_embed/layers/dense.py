@@ -26,10 +26,10 @@ from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.problem import LEVELS, Epilogue, Problem
 
 # In bfloat16, where XLA has cuBLAS, the kernel was measured for a GPU of this capability, and to be
-# faster for as many rows as 8 images of B/16 at 224 pixels have: a jit of the encoder takes 1.41
-# instead of 1.71 ms for them, 1.35 instead of 1.39 for one, and 3.26 instead of 3.98 ms for one
-# image of So400m/14 at 384 pixels, which has 729 rows (H200, 2026-11-28).
-CAPABILITY, MOST_ROWS = (9, 0), 8 * 196
+# faster for as few rows as one image of B/16 at 224 pixels has, and for as many as 8 have: a jit of
+# the encoder takes 1.35 instead of 1.39 ms, and 1.41 instead of 1.71; for one image of So400m/14 at
+# 384 pixels, which has 729 rows, 3.26 instead of 3.98 ms (H200, 2026-11-28).
+CAPABILITY, FEWEST_ROWS, MOST_ROWS = (9, 0), 196, 8 * 196
 
 dense_p = Primitive("dense")
 dense_p.multiple_results = True
@@ -184,7 +184,9 @@ def program_for(problem: Problem, target: Target, *, scaled: bool) -> Plan | Non
     if scaled:
         return choose(problem, target, None).plan
     chip = target.chip
-    if chip is None or chip.capability != CAPABILITY or problem.rows > MOST_ROWS:
+    if chip is None or chip.capability != CAPABILITY:
+        return None
+    if not FEWEST_ROWS <= problem.rows <= MOST_ROWS:
         return None
     try:
         return SM90.plan(problem, target)

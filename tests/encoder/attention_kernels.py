@@ -11,7 +11,6 @@ imported.
 """
 
 import dataclasses
-import functools
 import json
 import shutil
 import sys
@@ -39,13 +38,13 @@ def main(folder: Path) -> None:
             elif images != "whole":
                 number, longest = images
                 arrays += [jax.ShapeDtypeStruct((number,), "int32")] * 2
-            function = functools.partial(
-                attention_sm90.kernel,
-                longest=longest,
-                levels=levels,
-                config=attention_sm90.Config(consumers, keys, slots),
-                chip=chip,
-            )
+            config = attention_sm90.Config(consumers, keys, slots)
+            static = dict(longest=longest, levels=levels, config=config, chip=chip)
+
+            def function(*operands, config=config, static=static):
+                ordered = attention_sm90.with_order(config, *operands, longest=static["longest"])
+                return attention_sm90.kernel(*ordered, **static)
+
             before = set(dumped.iterdir())
             program = offline_compile.compile_offline(function, tuple(arrays), H200, dumped)
             (kernel,) = program.kernels

@@ -423,7 +423,7 @@ def calls_of_the_kernel(monkeypatch, function, *arrays):
 
 def lowered(monkeypatch, function, *arrays):
     monkeypatch.setattr(attention, "SERVED", SERVED)
-    monkeypatch.setattr(attention, "FEWEST_UNITS", 0)
+    monkeypatch.setattr(attention, "FEWEST_UNITS", dict.fromkeys(attention.SERVED, 0))
     monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
     return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 

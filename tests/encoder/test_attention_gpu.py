@@ -42,7 +42,8 @@ def program(config, has_lengths, levels):
     def run(poison, q, k, v, lengths):
         del poison
         more = (lengths,) if has_lengths else ()
-        return attention_sm90.kernel(q, k, v, *more, levels=levels, config=config, chip=CHIP)
+        ordered = attention_sm90.with_order(config, q, k, v, *more)
+        return attention_sm90.kernel(*ordered, levels=levels, config=config, chip=CHIP)
 
     return jax.jit(run, donate_argnums=0, keep_unused=True)
 
@@ -136,8 +137,13 @@ def test_images_that_are_segments_of_rows_are_near_float64(D, levels):
     for config in CONFIGS[D]:
         if not config.fits(attention_sm90.Shape(number, longest, 2, D), CHIP, lengths=True):
             continue
-        static = dict(longest=longest, levels=levels, config=config, chip=CHIP)
-        kernel = jax.jit(functools.partial(attention_sm90.kernel, **static))
+
+        @jax.jit
+        def kernel(*operands, config=config):
+            ordered = attention_sm90.with_order(config, *operands, longest=longest)
+            static = dict(longest=longest, levels=levels, config=config, chip=CHIP)
+            return attention_sm90.kernel(*ordered, **static)
+
         for seed in range(RUNS):
             rng = np.random.default_rng(seed)
             lengths = rng.integers(0, longest + 1, number)

@@ -113,15 +113,15 @@ def test_hopper_and_blackwell_choose_their_kernels_and_others_say_why_not(dtype)
     assert set(refusals) == set(BACKENDS) - {"xla"}
 
 
-@pytest.mark.slow("compiles 12 kernels")
+@pytest.mark.slow("compiles 12 or 24 kernels")
 @pytest.mark.usefixtures("compilers")
-@pytest.mark.parametrize("chip", ["h200", "b200"])
-def test_no_kernel_of_an_encoders_layers_spills(chip):
+@pytest.mark.parametrize("chip, number", [("h200", 24), ("b200", 12)])
+def test_no_kernel_of_an_encoders_layers_spills(chip, number):
     command = [sys.executable, "-m", "tests.encoder.dense_kernels", chip]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 12 and [name for name in found if found[name]] == []
+    assert len(found) == number and [name for name in found if found[name]] == []
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue(), Epilogue("gelu", residual=True, parts=1)])
@@ -150,6 +150,7 @@ def test_without_scales_xla_computes_in_bfloat16(epilogue):
         (196, H200, 768, True),
         (1568, H200, 768, True),
         (1569, H200, 768, False),
+        (195, H200, 768, False),
         (196, B200, 768, False),
         (196, A100, 768, False),
         (196, H200, 96, False),
@@ -219,6 +220,20 @@ def test_transformations_agree_with_a_loop():
     both = jax.vmap(functools.partial(call, x, rows, residual))(weights)
     np.testing.assert_array_equal(both[0], wanted)
     np.testing.assert_array_equal(both[1], call(x, rows, residual, -weight))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize("rows, kernels", [((2, 98), 1), ((1, 1568), 1), ((1, 195), 0)])
+def test_a_layer_in_bfloat16_calls_the_kernel_for_few_rows(monkeypatch, rows, kernels, wide):
+    _, (weight, scale, bias), _ = stacked_arrays("bfloat16")
+    x = jnp.ones((*rows, K), jnp.bfloat16)
+
+    def function(x, weight, scale, bias, layer):
+        return dense(x, weight, scale, bias, layer=layer, scaled=False)
+
+    arrays = (x, weight, scale, bias, jnp.int32(1))
+    with jax.enable_x64(wide):
+        assert calls_of_the_kernel(monkeypatch, function, *arrays) == kernels
 
 
 def stacked_arrays(dtype):

@@ -502,7 +502,7 @@ def test_on_a_Hopper_GPU_the_attention_gives_levels_to_the_layer_behind_it(monke
     encoder = ppe.load_encoder(checkpoint(SIGLIP), dtype="int8", calibration=said)
     shape = attention_sm90.Shape(4, 196, config.heads, D // config.heads)
     monkeypatch.setattr(attention, "SERVED", {"whole": {shape.D: range(196, 197)}})
-    monkeypatch.setattr(attention, "FEWEST_UNITS", 0)
+    monkeypatch.setattr(attention, "FEWEST_UNITS", {"whole": 0})
     monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
     given = jax.ShapeDtypeStruct((shape.B, 224, 224, 3), "uint8")
     traced = jax.jit(lambda e, x: e(x).last_hidden_state).trace(encoder, given)

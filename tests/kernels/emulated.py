@@ -174,6 +174,9 @@ CASES = {
     "Hopper, int8": hopper((5, 73, 384), 192, INT8, "shared", 192, 8),
     "Hopper, float8": hopper((9, 97, 256), 128, FP8, "shared", 128, 4),
     "Hopper, a loop over chunks": hopper((5, 73, 2048), 64, INT8, "shared", 64, 5),
+    "Hopper, a loop over all chunks but the ends": hopper(
+        (3, 73, 1792), 64, INT8, "shared", 64, 5, stream_weight=True
+    ),
     "Hopper, bfloat16": hopper(
         (5, 73, 256), 192, BF16, "shared", 192, 5, rows=128, stream_weight=True
     ),

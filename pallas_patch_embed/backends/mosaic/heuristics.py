@@ -4,7 +4,6 @@ All functions are pure functions of problem and chip. docs/experiments has the t
 that were not chosen.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable
@@ -90,7 +89,7 @@ def _sm90_of_width(problem: Problem, chip: Chip, tile_n: int) -> list[HopperConf
 
 
 def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
-    """Returns the configs that the heuristic compares.
+    """Returns the configs that are worth measuring, among them those that the heuristic compares.
 
     A config with a stationary weight is followed by one that streams the weight. For an activation
     there are also configs with three consumers.
@@ -104,9 +103,9 @@ def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
             streamed = _deepest(HopperConfig, EVERY_HOPPER_SLOTS, problem, chip, **choices)
             found += filter(None, [streamed])
         for stream in (False, True) if problem.epilogue.activation else ():
-            three = HopperConfig(tile_n, 0, stream_weight=stream, consumers=3)
-            slots = (dataclasses.replace(three, slots=n) for n in EVERY_HOPPER_SLOTS)
-            found += filter(None, [tiles.first_that_fits(problem, chip, slots)])
+            choices = dict(tile_n=tile_n, stream_weight=stream, consumers=3)
+            three = _deepest(HopperConfig, EVERY_HOPPER_SLOTS, problem, chip, **choices)
+            found += filter(None, [three])
     return found
 
 

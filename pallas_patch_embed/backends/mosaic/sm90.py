@@ -13,7 +13,7 @@ for all row tiles that `schedule.py` assigns to it:
 The table's rows stay in registers for a segment. If they do not fit, they are loaded for each tile.
 
   barrier                arrivals of a phase    its phase completes when           who waits
-  columns_arrived        1 to 3 copies          scale (offsets, factor) arrived    both consumers
+  columns_arrived        1 to 3 copies          scale (offsets, factor) arrived    all consumers
   weight_arrived[k]      copies of a chunk      chunk k of a stationary weight     feed, before the
                                                 has arrived                        first patches
   filled[consumer,slot]  1 copy, plus copies    the consumer's next chunk is in    that consumer
