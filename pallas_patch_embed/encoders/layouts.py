@@ -63,10 +63,21 @@ def by_inputs(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, 
 
 
 def number_of_parameters(blocks: Any, config: Config | TextConfig) -> int:
-    """Counts the parameters of a checkpoint's blocks, without padding and scales of 1."""
-    if isinstance(blocks, dict):
-        blocks = jax.eval_shape(lambda blocks: by_inputs(blocks, config), blocks)
-    return sum(leaf.size for leaf in jax.tree.leaves(blocks))
+    """Counts the parameters of blocks, in bfloat16 without padding and scales of 1.
+
+    Leaves that are no arrays, such as shardings, count as 0.
+    """
+    total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(blocks):
+        *_, layer, name = (getattr(key, "key", None) for key in path)
+        size = getattr(leaf, "size", 0)
+        if isinstance(blocks, dict) and "weight" in blocks[layer]:
+            if name == "scale":
+                continue
+            if layer == "fc1" or (layer, name) == ("fc2", "weight"):
+                size = size // (config.mlp + -config.mlp % MULTIPLE) * config.mlp
+        total += size
+    return total
 
 
 def _with_hidden(

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_patch_embed.encoders.layouts import MULTIPLE, by_inputs, by_outputs
+from pallas_patch_embed.encoders.layouts import (
+    MULTIPLE,
+    by_inputs,
+    by_outputs,
+    number_of_parameters,
+)
 from pallas_patch_embed.siglip2 import Config
 
 
@@ -51,3 +56,7 @@ def test_weights_by_outputs_are_the_kernels(mlp, gated):
     again = by_inputs(found, config)
     jax.tree.map(np.testing.assert_array_equal, again, blocks)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(again))
+    number = sum(leaf.size for leaf in jax.tree.leaves(blocks))
+    assert number_of_parameters(found, config) == number_of_parameters(again, config) == number
+    nothing = jax.tree.map(lambda leaf: "a sharding", found)
+    assert number_of_parameters(nothing, config) == 0
