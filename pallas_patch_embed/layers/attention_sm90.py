@@ -319,21 +319,17 @@ def order_of(lengths: jax.Array, config: Config, shape: Shape) -> jax.Array:
 
 
 def with_order(
-    config: Config,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lengths: jax.Array | None = None,
-    first: jax.Array | None = None,
-    *,
-    longest: int | None = None,
-) -> tuple[jax.Array, ...]:
-    """Returns the operands of `kernel`, with the order if there are lengths."""
-    if lengths is None:
+    config: Config, q: Any, k: Any, v: Any, *more: Any, longest: int | None = None
+) -> tuple[Any, ...]:
+    """Returns the operands of `kernel` for those of `attention.formula`.
+
+    They are the same, but with lengths the order follows them.
+    """
+    if not more:
         return q, k, v
+    lengths, *first = more
     shape = Shape(len(lengths), longest or q.shape[1], *q.shape[2:])
-    more = () if first is None else (first,)
-    return q, k, v, lengths, order_of(lengths, config, shape), *more
+    return q, k, v, lengths, order_of(lengths, config, shape), *first
 
 
 class Operands(NamedTuple):

@@ -233,23 +233,20 @@ def test_the_compiled_kernel_is_near_float64(compiled, name, schedule, kind, see
     *shape, consumers, keys, slots, images, levels = CASES[name]
     operands = draw(shape, kind, seed)
     config = Config(consumers, keys, slots)
-
-    def with_order(lengths, longest):
-        order = attention_sm90.order_of(lengths, config, Shape(len(lengths), longest, *shape[2:]))
-        return [lengths, np.asarray(order)]
-
     arrays = [np.asarray(x) for x in operands]
     flat = (shape[0] * shape[1], shape[2] * shape[3])  # The kernel's result in 8 bits.
     if images == "lengths":
         lengths = np.minimum(LENGTHS[: shape[0]], shape[1]).astype(np.int32)
-        arrays += with_order(lengths, shape[1])
+        ordered = attention_sm90.with_order(config, *arrays, lengths)
+        arrays = [np.asarray(x) for x in ordered]
     elif images != "whole":
         arrays = [x.reshape(1, -1, *shape[2:]) for x in arrays]
         # The kernel stores to its last operand, and XLA returns it.
         dtype = jnp.dtype(levels or arrays[0].dtype)
         poison = np.full(arrays[0].size * dtype.itemsize, POISON, np.uint8).view(dtype)
         first, lengths = (np.array(SEGMENTS[part], np.int32) for part in ("first", "lengths"))
-        arrays += [*with_order(lengths, images[1]), first]
+        ordered = attention_sm90.with_order(config, *arrays, lengths, first, longest=images[1])
+        arrays = [np.asarray(x) for x in ordered]
         arrays += [poison.reshape(flat if levels else arrays[0].shape)]
     result = (flat if levels else arrays[0].shape, jnp.dtype(levels or "bfloat16"))
     machine, (address,) = mosaic.prepare(
