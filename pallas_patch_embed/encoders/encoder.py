@@ -30,7 +30,7 @@ from pallas_patch_embed.layers.attention import (
     prefix_mask,
     program_for,
 )
-from pallas_patch_embed.layers.dense import dense
+from pallas_patch_embed.layers.dense import dense, in_steps
 from pallas_patch_embed.layers.norm import layer_norm, layer_norm_levels, quantised
 from pallas_patch_embed.patch_embedding import primitive
 from pallas_patch_embed.patch_embedding.params import PatchEmbedParams, check_params
@@ -246,14 +246,15 @@ class Encoder:
             )
 
     def __repr__(self) -> str:
-        others = jax.tree.leaves(dataclasses.replace(self, blocks={}))
-        size = sum(getattr(leaf, "size", 0) for leaf in others)
-        size += number_of_parameters(self.blocks, self.config)
-        layers = described_layers(self.blocks)
-        return (
-            f"Encoder({self.dtype}, {layers}{size:,} parameters, {self.config}, "
-            f"{self.patch_embed!r})"
-        )
+        return f"Encoder({described_weights(self)}, {self.config}, {self.patch_embed!r})"
+
+
+def described_weights(encoder: "Encoder | TextEncoder") -> str:
+    """Says an encoder's dtype, which layers are in 8 bits, and its number of parameters."""
+    others = jax.tree.leaves(dataclasses.replace(encoder, blocks={}))
+    size = sum(getattr(leaf, "size", 0) for leaf in others)
+    size += number_of_parameters(encoder.blocks, encoder.config)
+    return f"{encoder.dtype}, {described_layers(encoder.blocks)}{size:,} parameters"
 
 
 def described_layers(blocks: Any) -> str:
@@ -708,12 +709,7 @@ def _dense(
             scaled=p["weight"].dtype != jnp.bfloat16,
         )
     assert not isinstance(x, tuple) and levels is None
-    y = jnp.matmul(x, p["kernel"])
-    if "bias" in p:
-        y = y + _row(p["bias"], y)
-    if activation:
-        y = ACTIVATIONS[activation].of_array(y)
-    return y if residual is None else residual + y
+    return in_steps(x, p["kernel"], p.get("bias"), activation, residual)
 
 
 def _parts(

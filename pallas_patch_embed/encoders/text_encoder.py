@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import TextConfig
-from pallas_patch_embed.encoders.encoder import check_layers, described_layers, transform
-from pallas_patch_embed.encoders.layouts import number_of_parameters
+from pallas_patch_embed.encoders.encoder import check_layers, described_weights, transform
 from pallas_patch_embed.encoders.program import Program
 
 
@@ -94,11 +93,7 @@ class TextEncoder:
         return ids
 
     def __repr__(self) -> str:
-        others = jax.tree.leaves(dataclasses.replace(self, blocks={}))
-        size = sum(getattr(leaf, "size", 0) for leaf in others)
-        size += number_of_parameters(self.blocks, self.config)
-        layers = described_layers(self.blocks)
-        return f"TextEncoder({self.dtype}, {layers}{size:,} parameters, {self.config})"
+        return f"TextEncoder({described_weights(self)}, {self.config})"
 
 
 CHILDREN = ("embedding", "positions", "blocks", "norm", "projection")

@@ -126,14 +126,27 @@ def formula(*operands: jax.Array, epilogue: Epilogue, scaled: bool = True) -> An
     else:
         layer = given["layer"][0]
         weight, bias = (lax.dynamic_index_in_dim(p, layer, keepdims=False) for p in (weight, bias))
-    found = []
-    for part in range(len(weight)):
-        y = jnp.matmul(x, weight[part].T)
-        y = y + lax.expand_dims(bias[part].astype(y.dtype), range(y.ndim - 1))
-        if epilogue.activation:
-            y = ACTIVATIONS[epilogue.activation].of_array(y)
-        found.append(given["residual"] + y if epilogue.residual else y)
+    found = [
+        in_steps(x, weight[part].T, bias[part], epilogue.activation, given.get("residual"))
+        for part in range(len(weight))
+    ]
     return found[0] if epilogue.parts < 2 else tuple(found)
+
+
+def in_steps(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    activation: str = "",
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """Computes a dense layer with a kernel [K, N], and rounds to the dtype of x after each step."""
+    y = jnp.matmul(x, kernel)
+    if bias is not None:
+        y = y + lax.expand_dims(bias.astype(y.dtype), range(y.ndim - 1))
+    if activation:
+        y = ACTIVATIONS[activation].of_array(y)
+    return y if residual is None else residual + y
 
 
 def _formula(*operands: jax.Array, **static: Any) -> list[jax.Array]:
