@@ -33,6 +33,7 @@ import pallas_patch_embed as ppe
 from benchmarks import checkpoints
 from benchmarks import encoder as encoders
 from benchmarks.contenders import draw_images
+from benchmarks.embedding import gpus
 from pallas_patch_embed.base.problem import named_shape
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.embed.embedder import embedding_on
@@ -136,7 +137,7 @@ def answer(process: Any, word: str) -> str:
     raise EOFError
 
 
-def measure(case: Path, count: int, way: str, gpus: list[str], seconds: float) -> dict[str, Any]:
+def measure(case: Path, count: int, way: str, visible: list[str], seconds: float) -> dict[str, Any]:
     """Runs the processes of one way with `count` GPUs, and returns images a second."""
     processes = count if way == WAYS[1] else 1
     with socket.socket() as free:
@@ -144,10 +145,10 @@ def measure(case: Path, count: int, way: str, gpus: list[str], seconds: float) -
         address = f"127.0.0.1:{free.getsockname()[1]}"
     started = []
     for index in range(processes):
-        own = gpus[index : index + 1] if processes > 1 else gpus[:count]
+        own = visible[index : index + 1] if processes > 1 else visible[:count]
         command = [sys.executable, "-m", "benchmarks.scaling", "--serve", str(case), str(index)]
         command += [str(processes), address, "--seconds", str(seconds)]
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if gpus else {})
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if visible else {})
         pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(subprocess.Popen(command, env=environment, **pipes))
     try:
@@ -170,7 +171,7 @@ def measure(case: Path, count: int, way: str, gpus: list[str], seconds: float) -
     return {"environment": said[0], **rates}
 
 
-def records(chosen: argparse.Namespace, gpus: list[str]) -> Iterator[dict[str, Any]]:
+def records(chosen: argparse.Namespace, visible: list[str]) -> Iterator[dict[str, Any]]:
     """Yields the record of each case, way and number of GPUs."""
     for name, dtype in CASES:
         if chosen.models and name not in chosen.models:
@@ -183,9 +184,9 @@ def records(chosen: argparse.Namespace, gpus: list[str]) -> Iterator[dict[str, A
             command += [str(images), str(case)]
             subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True)
             first: dict[str, float] = {}
-            for count in (n for n in COUNTS if n <= max(1, len(gpus))):
+            for count in (n for n in COUNTS if n <= max(1, len(visible))):
                 for way in WAYS if count > 1 else WAYS[:1]:
-                    found = measure(case, count, way, gpus, chosen.seconds)
+                    found = measure(case, count, way, visible, chosen.seconds)
                     first = first or found
                     efficiency = {
                         f"efficiency, {regime}": found[regime] / (count * first[regime])
@@ -193,17 +194,6 @@ def records(chosen: argparse.Namespace, gpus: list[str]) -> Iterator[dict[str, A
                     }
                     about = {"kind": "scaling", "model": name, "dtype": dtype, "images": images}
                     yield about | {"gpus": count, "way": way} | found | efficiency
-
-
-def visible_gpus() -> list[str]:
-    """Returns the numbers of the GPUs that CUDA_VISIBLE_DEVICES names, or of all."""
-    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [gpu for gpu in named.split(",") if gpu]
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return []
-    return [str(i) for i in range(len(listed.stdout.splitlines()))]
 
 
 def main() -> None:
@@ -232,7 +222,7 @@ def main() -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     path = chosen.out / "scaling.jsonl"
     path.unlink(missing_ok=True)
-    for record in records(chosen, visible_gpus()):
+    for record in records(chosen, gpus()):
         line = "{model:14} {dtype:9} {gpus} GPUs, {way:23}: burst {burst:9.1f} images/s, "
         line += "{efficiency, burst:.3f}; sustained {sustained:9.1f}, {efficiency, sustained:.3f}"
         print(line.format_map(record), flush=True)
