@@ -91,7 +91,7 @@ def draw(name: str, patch_dtype: str, dtype: str) -> tuple[Encoder, dict[str, np
     params = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype=patch_dtype)
     blocks |= after
     if dtype == "bfloat16":
-        blocks = jax.device_put(by_outputs(jax.device_get(blocks), config, dtype))
+        blocks = jax.device_put(by_outputs(jax.device_get(blocks), config))
     return Encoder(params, None, blocks, norm(), head, config, dtype), drawn
 
 

@@ -417,7 +417,7 @@ def _assemble(
 def placed(blocks: dict[str, Any], config: Config | TextConfig, dtype: str) -> Any:
     """Puts the blocks of an encoder in this dtype, "bfloat16" or "float32", on the device."""
     if dtype == "bfloat16" and blocks:
-        blocks = by_outputs(blocks, config, dtype)
+        blocks = by_outputs(blocks, config)
     return cast(blocks, dtype)
 
 

@@ -37,15 +37,19 @@ def padded(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, Any
     )
 
 
-def by_outputs(blocks: dict[str, Any], config: Config | TextConfig, dtype: str) -> dict[str, Any]:
-    """Returns blocks in float32 as those of an encoder in this dtype, on the host."""
+def by_outputs(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, Any]:
+    """Returns the blocks of an encoder in bfloat16, on the host, for blocks in float32."""
     blocks = padded(blocks, config)
     found = {}
     for name, p in blocks.items():
         found[name] = p
         if "kernel" in p:
             weight, bias = p["kernel"].swapaxes(-1, -2), p["bias"].astype(np.float32)
-            parts = {"weight": weight.astype(dtype), "scale": np.ones_like(bias), "bias": bias}
+            parts = {
+                "weight": weight.astype(jnp.bfloat16),
+                "scale": np.ones_like(bias),
+                "bias": bias,
+            }
             found[name] = {key: split(x, name, config) for key, x in parts.items()}
     return found
 

@@ -36,7 +36,7 @@ def draw(config):
 def test_weights_by_outputs_are_the_kernels(mlp, gated):
     config = dataclasses.replace(Config(32, 2, 2, mlp, 16, (2, 2)), gated=gated)
     blocks = draw(config)
-    found = jax.device_put(by_outputs(blocks, config, "bfloat16"))
+    found = jax.device_put(by_outputs(blocks, config))
     assert found["norm1"]["scale"].dtype == jnp.float32
     width, parts = -(-mlp // MULTIPLE) * MULTIPLE, (2,) if gated else ()
     shapes = {"qkv": (2, 3, 32, 32), "out": (2, 32, 32)}

@@ -45,7 +45,6 @@ BLACKWELL_SLOTS = range(8, 3, -1)
 # room for more of them.
 ENOUGH_SLOTS = 6
 
-
 # The time to load a row of a chunk, in units of the time to multiply a row by a column. With a
 # streamed weight, 64 rows of 192 columns take 1.6 times the time of their products, and 128 rows
 # that of the products: So400m's layers of N = K = 1152 took 1.58 times as long with 64 rows as with

@@ -62,7 +62,6 @@ KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8, "int8": 16, "float8_e4m3fn": 1
 # last tile has rows beyond M.
 ACTIVATION_REGISTERS, TAIL_REGISTERS = 16, 8
 
-
 # The largest number of chunks whose products are unrolled, and how many a turn of a loop has if
 # there are more. Without a loop the compilers took 41 s for a tile of 256 x 192 and 48 chunks, and
 # spilled; with it 4.2 s. The machine code waits in the same places.
