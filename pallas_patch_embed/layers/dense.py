@@ -1,9 +1,10 @@
 """Dense layers in 8 bits or bfloat16, with everything that follows the product in its epilogue.
 
 The kernel is that of the patch embedding with another epilogue (`Epilogue`), and so is the choice
-of a backend. The JAX primitive `dense_p` is lowered to the fastest backend that serves. XLA's
-program is also used in exported programs, and if XLA partitions the program over several devices,
-because XLA would gather the operands of a kernel. Products of int8 are exact in each backend.
+of a backend. The JAX primitive `dense_p` is lowered to the fastest backend that serves; in bfloat16
+without scales to Hopper's kernel for few rows, and otherwise to XLA's program. That one is also
+used in exported programs, and if XLA partitions the program over several devices, because XLA would
+gather the operands of a kernel. Products of int8 are exact in each backend.
 """
 
 import functools
