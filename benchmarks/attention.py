@@ -42,6 +42,7 @@ SHAPES = {
     "NaFlex B/16 64": Shape(1024, 64, 12, 64),
     "NaFlex B/16 256": Shape(256, 256, 12, 64),
     "NaFlex B/16": Shape(64, 1024, 12, 64),
+    "NaFlex So400m/16 256": Shape(256, 256, 16, 72),
     "NaFlex So400m/16": Shape(64, 1024, 16, 72),
 }
 CONFIGS = [

@@ -4,7 +4,9 @@
 
 The contenders have the same random weights, from a checkpoint in Hugging Face's layout, and compute
 embeddings of the same uint8 images on the device in bfloat16. An encoder whose activation is not
-the tanh GELU is also measured with it: the difference is the activation's cost. JAX and torch each
+the tanh GELU is also measured with it: the difference is the activation's cost. With --dtypes, all
+dense layers of the blocks are also computed in 8 bits, beside torchao's dynamic scales for each
+token. JAX and torch each
 run in their own process, and the contenders take turns. Times are wall times. A burst times single
 calls, each until its result is ready; in the sustained turns calls follow one another, and the
 GPU's energy is measured. Peak memory includes weights, images and all intermediate results. Each
@@ -48,11 +50,12 @@ BURST, BURST_OF_FEW = 5, 50
 
 @dataclasses.dataclass(frozen=True)
 class EncoderCase:
-    """An encoder, a number of images, and the modes of torch.compile."""
+    """An encoder, a number of images, modes of torch.compile, and dtypes of 8 bits."""
 
     encoder: str
     images: int
     modes: tuple[str, ...]
+    dtypes: tuple[str, ...] = ()
 
 
 def images_of(side: int, images: int) -> np.ndarray:
@@ -93,8 +96,11 @@ class Jax:
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
         self.wait = _block_until_ready
+        self.in_8_bits = functools.cache(_in_8_bits)
 
-    def prepare(self, folder: str, images: int, modes: list[str]) -> dict[str, Any]:
+    def prepare(
+        self, folder: str, images: int, modes: list[str], dtypes: list[str]
+    ) -> dict[str, Any]:
         """Compiles all contenders; one that fails is left out with the reason."""
         import jax
 
@@ -115,6 +121,8 @@ class Jax:
             config = dataclasses.replace(encoder.config, activation=TANH_GELU)
             tanh = dataclasses.replace(encoder, config=config)
             ways["this encoder with the tanh GELU"] = _ours, (tanh,), options
+        for dtype in dtypes:
+            ways[f"this encoder in {dtype}"] = _ours, (self.in_8_bits(folder, dtype),), options
         left_out = {}
         self.contenders = {}
         for name, (function, operands, chosen) in ways.items():
@@ -153,6 +161,16 @@ def _block_until_ready(x: Any) -> Any:
     import jax
 
     return jax.block_until_ready(x)
+
+
+def _in_8_bits(folder: str, dtype: str) -> Any:
+    """Loads an encoder with all dense layers of its blocks in 8 bits."""
+    import pallas_patch_embed as ppe
+    from pallas_patch_embed.encoders.calibration import calibrate
+
+    exact = ppe.load_encoder(folder, dtype="float32")
+    calibration = calibrate(exact, images_of(exact.config.image_size[0], 4), dtype=dtype)
+    return ppe.load_encoder(folder, dtype=dtype, calibration=calibration)
 
 
 def _ours(encoder, images):
@@ -324,18 +342,25 @@ class Torch:
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
 
-    def prepare(self, folder: str, images: int, modes: list[str]) -> dict[str, Any]:
-        """Compiles the model in each mode; a mode that fails is left out with the reason."""
+    def prepare(
+        self, folder: str, images: int, modes: list[str], dtypes: list[str]
+    ) -> dict[str, Any]:
+        """Compiles the model in each mode, and in 8 bits in the first one.
+
+        What fails is left out with the reason.
+        """
         self.contenders, left_out = {}, {}
-        for mode in modes:
+        for mode, dtype in [(mode, "") for mode in modes] + [(modes[0], d) for d in dtypes]:
             name = f"transformers, torch.compile{'' if mode == 'default' else f', {mode}'}"
+            if dtype:
+                name = f"{name}, torchao's {dtype}"
             try:
-                self.contenders[name] = self._compile(folder, images, mode)
+                self.contenders[name] = self._compile(folder, images, mode, dtype)
             except Exception as reason:
                 left_out[name] = first_line(reason)
         return describe(self.contenders, left_out)
 
-    def _compile(self, folder: str, images: int, mode: str) -> Contender:
+    def _compile(self, folder: str, images: int, mode: str, dtype: str) -> Contender:
         import torch
         import transformers
 
@@ -350,6 +375,8 @@ class Torch:
         if wrong:
             raise ValueError(f"{architecture} does not accept the checkpoint: {wrong}")
         model = model.eval().to(device, torch.bfloat16)
+        if dtype:
+            _quantise_by_torchao(model, dtype)
         pixels = torch.from_numpy(images_of(model.config.image_size, images)).to(device)
         processor = json.loads(Path(folder, "preprocessor_config.json").read_text())
         mean, std = (
@@ -400,6 +427,18 @@ class Torch:
         return turn_of(self.contenders[name].call, self.wait, **options)
 
 
+def _quantise_by_torchao(model: Any, dtype: str) -> None:
+    """Replaces the linear layers of a model in torch by layers in 8 bits, with dynamic scales."""
+    from torchao import quantization
+
+    by_row = quantization.PerRow()
+    config = {
+        "int8": quantization.Int8DynamicActivationInt8WeightConfig,
+        "float8_e4m3fn": quantization.Float8DynamicActivationFloat8WeightConfig,
+    }[dtype](granularity=by_row)
+    quantization.quantize_(model, config)
+
+
 def turn_of(
     call: Any, wait: Any, regime: str, calls: int, rest: float, seconds: float
 ) -> dict[str, Any]:
@@ -445,7 +484,7 @@ def measure(
     case: EncoderCase, folder: Path, processes: dict[str, Process], chosen: argparse.Namespace
 ) -> tuple[list[EncoderMeasurement], dict[str, str]]:
     """Measures all contenders of a case; returns the results, and why contenders were left out."""
-    arguments = dict(folder=str(folder), images=case.images, modes=case.modes)
+    arguments = dict(folder=str(folder), images=case.images, modes=case.modes, dtypes=case.dtypes)
     found: dict[str, dict[str, Any]] = {}
     if "max-autotune" in case.modes:
         # Both frameworks autotune by timing, and would disturb each other if they did at once.
@@ -534,7 +573,7 @@ def run(
 
     end = time.monotonic() + 60 * chosen.minutes
     cases = [
-        EncoderCase(name, n, tuple(chosen.modes or modes_for(n)))
+        EncoderCase(name, n, tuple(chosen.modes or modes_for(n)), tuple(chosen.dtypes))
         for n in sorted(chosen.images, reverse=True)
         for name in chosen.encoders
     ]
@@ -565,6 +604,7 @@ def run(
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
     from benchmarks.checkpoints import ENCODERS
+    from pallas_patch_embed.base.dtypes import EIGHT_BITS
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.encoder_peers",
@@ -586,6 +626,7 @@ def arguments() -> argparse.Namespace:
         help="modes of torch.compile; by default both that record CUDA graphs for at most "
         f"{FEW_IMAGES} images, max-autotune for at least {MANY_IMAGES}, and otherwise its default",
     )
+    parser.add_argument("--dtypes", nargs="*", choices=EIGHT_BITS, default=[], help="of 8 bits")
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--torch-python", default=sys.executable, help="Python with torch")
     parser.add_argument("--minutes", type=float, default=math.inf)

@@ -454,14 +454,14 @@ def _losses(
     batches = list(_batches(encoder, some if config.naflex else np.stack(some)))
     prepared = eight_bits.prepare(jax.device_get(encoder.blocks), statistics, config, dtype)
     rounded = {layer: _rounded(prepared, layer, config.depth) for layer in LAYERS}
+    levels = {"factor": prepared.factor, "shift": prepared.shift}
+    arrays = jax.device_put((prepared.blocks, levels, rounded))
 
     def distance(*units: Unit) -> float:
         flags = {layer: np.zeros(config.depth, bool) for layer in LAYERS}
         for block, layer in units:
             flags[layer][block] = True
-        levels = {"factor": prepared.factor, "shift": prepared.shift}
-        arrays = prepared.blocks, levels, rounded, flags
-        found = [_with_rounded(encoder, *arrays, batch, dtype=dtype) for batch in batches]
+        found = [_with_rounded(encoder, *arrays, flags, batch, dtype=dtype) for batch in batches]
         return float(cosine_distances(np.concatenate(found), exact).mean())
 
     def run(encoder: AnyEncoder) -> Array:

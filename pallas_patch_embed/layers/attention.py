@@ -17,6 +17,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+# JAX has no public function for this.
+from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.xla import apply_primitive
@@ -39,8 +42,8 @@ CAPABILITY = (9, 0)
 Kind = Literal["whole", "lengths", "segments"]
 SERVED: dict[Kind, dict[int, range]] = {
     "whole": {64: range(50, 1025), 72: range(256, 730), 80: range(257, 258)},
-    "lengths": {64: range(1024, 1025), 72: range(1024, 1025)},
-    "segments": {64: range(1024, 1025), 72: range(1024, 1025)},
+    "lengths": {64: range(256, 1025), 72: range(256, 1025)},
+    "segments": {64: range(64, 1025), 72: range(256, 1025)},
 }
 
 # The kernel gets at least this many units of work for each multiprocessor: for whole images 88 on
@@ -51,6 +54,9 @@ FEWEST_UNITS: dict[Kind, float] = {"whole": 2 / 3, "lengths": 4, "segments": 4}
 
 attention_p = Primitive("attention")
 attention_p.def_impl(functools.partial(apply_primitive, attention_p))
+
+# The lowering of cuDNN's attention asks for the devices, which JAX passes on for such primitives.
+prim_requires_devices_during_lowering.add(attention_p)
 
 
 class Choice(NamedTuple):
@@ -124,7 +130,7 @@ def attention(
         Rows of y from there on have no defined value.
       mask: [B, S] bool, False for keys that get no weight. The kernel takes no mask.
       segments: the images whose tokens attend to each other, if q, k and v [R, T, H, D] have rows
-        of several images. Rows of y that no image has are 0. At most one of lengths, mask and
+        of several images. Rows of y that no image has are finite. At most one of lengths, mask and
         segments may be given.
       causal: whether query s attends only to the keys up to s. The kernel does not compute it.
       levels: dtype of the result if it is in 8 bits, one of `EIGHT_BITS`: y rounded to nearest and

@@ -182,7 +182,7 @@ TIMES = {
     80: {
         Config(2, 256, 2): 20.0,
         Config(3, 128, 2): 14.5,
-        Config(2, 128, 3): 11.0,
+        Config(2, 128, 2): 11.0,
         Config(2, 64, 4): 6.7,
     },
     128: {Config(2, 128, 2): 20.0, Config(2, 64, 3): 12.0},
@@ -245,8 +245,9 @@ def kernel(
 
     Returns:
       [B, S, H, D] bfloat16, or `levels`. A row of padding is zero if its pass has only padding;
-      otherwise it is the attention of what q has there. With `first`, rows in bfloat16 are stored
-      PACKED_ROWS at a time, so up to PACKED_ROWS - 1 rows behind an image are not zero.
+      otherwise it is the attention of what q has there. With `first`, rows that no image has are
+      those of q, or zero in 8 bits; rows in bfloat16 are stored PACKED_ROWS at a time, so up to
+      PACKED_ROWS - 1 rows behind an image are the attention of what q has there.
 
     Raises:
       NotImplementedError: the config cannot serve this shape.
@@ -258,8 +259,6 @@ def kernel(
         assert longest is not None
         rows = (1, shape.B * shape.S, *q.shape[2:])
         q, k, v = (x.reshape(rows) for x in (q, k, v))
-        if not levels:
-            result = jax.ShapeDtypeStruct(rows, q.dtype)
         shape = Shape(len(first), longest, *q.shape[2:])
     config.check(shape, chip, lengths=lengths is not None)
     workers = min(chip.multiprocessors, shape.B * shape.H * config.units(shape))
@@ -270,8 +269,11 @@ def kernel(
     scratch_types: Any = dict(scratch=Scratch.types(config, shape, make.memory, buffers))
     given = [x for x in (lengths, order, first) if x is not None]
 
+    in_place = first is not None and not levels
+
     def attention(*operands, scratch):
         *read, y = operands
+        read = [y, *read] if in_place else read
         worker = make(config, shape, Operands(y, *read), scratch, workers, levels)
         worker.run(lax.axis_index("warpgroup"))
 
@@ -290,9 +292,10 @@ def kernel(
     )
     if first is None:
         return call(q, k, v, *given).reshape(q.shape)
-    # No thread block stores rows that no image has.
-    y = jax.new_ref(jnp.zeros(result.shape, result.dtype))
-    call(q, k, v, *given, y)
+    # No thread block stores rows that no image has. Their values must be finite, because they are
+    # multiplied by zero elsewhere. Results take the place of their queries, which only they need.
+    y = jax.new_ref(q if in_place else jnp.zeros(result.shape, result.dtype))
+    call(*(() if in_place else (q,)), k, v, *given, y)
     return jax.freeze(y).reshape(q.shape)
 
 
@@ -772,22 +775,24 @@ class Worker:
 
         TMA leaves out the rows beyond S. Rows of the next image are left out PACKED_ROWS at a time.
         """
-        place, rows = self.rows(self.place(index), number, consumer), ROWS
-        if self.operands.first is not None:
-            rows = PACKED_ROWS
+        place = self.rows(self.place(index), number, consumer)
 
-        def copy(begin: int) -> None:
+        def copy(begin: int, rows: int) -> None:
             for i, part in enumerate(memory):
                 source = self.views(part).copied.at[consumer, pl.ds(begin, rows)]
                 target = place._replace(row=place.row + begin)
                 plgpu.copy_smem_to_gmem(source, self.part(self.operands.y, target, rows, i))
 
-        if rows == ROWS:
-            copy(0)
+        if self.operands.first is None:
+            copy(0, ROWS)
             return
         left = self.operands.lengths[place.image] - place.row
-        for begin in range(0, ROWS, rows):
-            pl.when(begin < left)(functools.partial(copy, begin))
+        pl.when(left >= ROWS)(lambda: copy(0, ROWS))
+
+        @pl.when(left < ROWS)
+        def copy_some():
+            for begin in range(0, ROWS, PACKED_ROWS):
+                pl.when(begin < left)(functools.partial(copy, begin, PACKED_ROWS))
 
     def store_levels(self, y: list[jax.Array], consumer: Any, index: Any, number: Any) -> None:
         """Rounds the parts of the rows of a pass to 8 bits and stores those of the image."""

@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -234,28 +235,32 @@ def test_the_compiled_kernel_is_near_float64(compiled, name, schedule, kind, see
     operands = draw(shape, kind, seed)
     config = Config(consumers, keys, slots)
     arrays = [np.asarray(x) for x in operands]
+    segments = images not in ("whole", "lengths")
+    if segments:
+        arrays = [x.reshape(1, -1, *shape[2:]) for x in arrays]
+    of_y = arrays[0].shape
     flat = (shape[0] * shape[1], shape[2] * shape[3])  # The kernel's result in 8 bits.
     if images == "lengths":
         lengths = np.minimum(LENGTHS[: shape[0]], shape[1]).astype(np.int32)
         ordered = attention_sm90.with_order(config, *arrays, lengths)
         arrays = [np.asarray(x) for x in ordered]
-    elif images != "whole":
-        arrays = [x.reshape(1, -1, *shape[2:]) for x in arrays]
+    elif segments:
         # The kernel stores to its last operand, and XLA returns it.
         dtype = jnp.dtype(levels or arrays[0].dtype)
         poison = np.full(arrays[0].size * dtype.itemsize, POISON, np.uint8).view(dtype)
         first, lengths = (np.array(SEGMENTS[part], np.int32) for part in ("first", "lengths"))
         ordered = attention_sm90.with_order(config, *arrays, lengths, first, longest=images[1])
-        arrays = [np.asarray(x) for x in ordered]
-        arrays += [poison.reshape(flat if levels else arrays[0].shape)]
-    result = (flat if levels else arrays[0].shape, jnp.dtype(levels or "bfloat16"))
+        queries, *arrays = [np.asarray(x) for x in ordered]
+        # Results in 8 bits have an array of their own, others take the place of the queries.
+        arrays = [queries, *arrays, poison.reshape(flat)] if levels else [*arrays, queries.copy()]
+    result = (flat if levels else of_y, jnp.dtype(levels or "bfloat16"))
     machine, (address,) = mosaic.prepare(
         compiled[0] / name, arrays, [result], schedule=schedule, seed=seed, allowed=ALLOWED
     )
     machine.launch()
-    if images not in ("whole", "lengths"):
+    if segments:
         address, *_ = machine.memory.arrays[len(arrays) - 1]
-    y = machine.memory.read(address, *result).reshape(arrays[0].shape)
+    y = machine.memory.read(address, *result).reshape(of_y)
 
     def check(y, operands, lengths=None):
         if not levels:
@@ -270,14 +275,15 @@ def test_the_compiled_kernel_is_near_float64(compiled, name, schedule, kind, see
         # Passes in which all queries are padding are zero.
         assert not np.asarray(y[0], np.float32).any()
     else:
-        q, k, v, lengths, _, first, poison = arrays
+        q, (lengths, _, first, before) = queries, arrays[-4:]
+        k, v = (np.asarray(x).reshape(of_y) for x in operands[1:])
         stored = np.zeros(y.shape[1], bool)
         for length, begin in zip(lengths, first):
             rows = slice(begin, begin + length)
             if length:
                 check(y[:, rows], [x[:, rows] for x in (q, k, v)])
             stored[begin : begin + (length if levels else length // -8 * -8)] = True
-        found, wanted = (x.reshape(y.shape)[:, ~stored] for x in (y, poison))
+        found, wanted = (x.reshape(y.shape)[:, ~stored] for x in (y, before))
         assert found.tobytes() == wanted.tobytes()
 
 
@@ -385,24 +391,42 @@ def test_every_served_shape_has_a_config_that_fits(kind):
 
 
 def test_the_kernel_serves_only_where_it_was_measured_to_be_faster():
-    rows = map(json.loads, RECORD.read_text().splitlines())
+    """It takes less time than cuDNN for all mixes of lengths together."""
     times = {}
-    for row in rows:
+    for row in map(json.loads, RECORD.read_text().splitlines()):
         if row["kind"] == "attention" and not row.get("levels"):
             kind = "segments" if row.get("packed") else "lengths"
             key = (tuple(row["shape"]), "whole" if row["mix"] is None else kind)
-            times.setdefault((*key, row["mix"]), {})[row["program"]] = row["burst"]
+            times.setdefault(key, {}).setdefault(row["mix"], {})[row["program"]] = row["burst"]
     served = {kind: set() for kind in attention.SERVED}
-    for (shape, kind, _), found in times.items():
+    for (shape, kind), of_mixes in times.items():
         q = jax.ShapeDtypeStruct(shape, "bfloat16")
-        chosen = attention.program_for(q, Target("cuda", H200), kind)
-        if chosen.config is not None:
-            name = ",".join(map(str, dataclasses.astuple(chosen.config)))
-            assert found[name] < found["cudnn"]
-            served[kind].add((shape[3], shape[1]))
+        config = attention.program_for(q, Target("cuda", H200), kind).config
+        if config is None:
+            continue
+        # Some mixes were measured with another number of slots alone.
+        names = [f"{config.consumers},{config.keys},{n}" for n in (config.slots, 3)]
+        kernel = [next(found[n] for n in names if n in found) for found in of_mixes.values()]
+        assert sum(kernel) < sum(found["cudnn"] for found in of_mixes.values())
+        served[kind].add((shape[3], shape[1]))
     for kind, heads in attention.SERVED.items():
         for D, tokens in heads.items():
             assert {(D, tokens[0]), (D, tokens[-1])} <= served[kind]
+
+
+def test_cudnn_gets_the_devices_for_which_its_lowering_asks(monkeypatch):
+    @custom_partitioning
+    def attends(q):
+        return q + 1
+
+    attends.def_partition(
+        infer_sharding_from_operands=lambda mesh, shapes, result: shapes[0].sharding,
+        partition=lambda mesh, shapes, result: (mesh, None, None, ()),
+        sharding_rule="b s h d -> b s h d",
+    )
+    monkeypatch.setattr(attention, "_by_jax", lambda q, k, v, **_: attends(q))
+    q = jnp.ones((1, 50, 2, 64), jnp.bfloat16)
+    np.testing.assert_array_equal(jax.jit(attend)(q, q, q), q + 1)
 
 
 def test_a_head_that_no_config_fits_is_refused():

@@ -191,6 +191,13 @@ CASES = {
     "Hopper, float8 levels": hopper(
         (3, 73, 256), 128, FP8, "none", 128, 4, out=FP8, epilogue=("", True, False, True, 2)
     ),
+    "Hopper, one consumer": hopper((7, 73, 256), 64, INT8, "shared", 64, 4, consumers=1),
+    "Hopper, one consumer and a residual": hopper(
+        *((3, 173, 512), 128, BF16, "none", 128, 4),
+        consumers=1,
+        stream_weight=True,
+        epilogue=("", False, True),
+    ),
     "Hopper, three consumers": hopper((7, 73, 256), 64, INT8, "shared", 64, 5, consumers=3),
     "Hopper, three consumers and levels": hopper(
         *((3, 173, 256), 128, INT8, "none", 64, 4),

@@ -6,14 +6,14 @@ that were not chosen.
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic.sm90 import MOST_SLOTS, HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 from pallas_patch_embed.base.chips import Chip
-from pallas_patch_embed.base.problem import Problem
+from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
 
 
 def slice_widths(problem: Problem, widths: tuple[int, ...]) -> list[int]:
@@ -34,9 +34,9 @@ def _deepest(kind: Any, depths: Iterable[int], problem: Problem, chip: Chip, **c
     return tiles.first_that_fits(problem, chip, configs)
 
 
-# Numbers of slots, in the order in which they are tried. With fewer than 8 slots of 8 KiB the
-# tensor cores of Hopper wait for memory.
-HOPPER_SLOTS = range(MOST_SLOTS, 7, -1)
+# Numbers of slots, in the order in which they are tried. With fewer than 8 slots of 8 KiB, or 5 of
+# 16 KiB, the tensor cores of Hopper wait for memory.
+HOPPER_SLOTS = {64: range(MOST_SLOTS, 7, -1), 128: range(MOST_SLOTS, 4, -1)}
 EVERY_HOPPER_SLOTS = range(MOST_SLOTS, 3, -1)
 BLACKWELL_SLOTS = range(8, 3, -1)
 
@@ -51,6 +51,13 @@ ENOUGH_SLOTS = 6
 # 128 in int8, and 1.70 times in bfloat16 (docs/experiments/encoder.md).
 LOADING = 1.6 * 64 * 192 / (64 + 192)
 
+# The tensor cores multiply 64 rows by 64 columns of a chunk in 128 cycles.
+CYCLES = 128 / (64 * 64)
+
+# Cycles that an element of a tile takes after its product, and those that an activation and a
+# residual add, on H200s (docs/experiments/encoder.md).
+STORING, ACTIVATING, ADDING = 0.02, 0.5, 0.5
+
 
 def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
     """Chooses the config with the smallest estimated time, with as many slots as fit.
@@ -58,54 +65,57 @@ def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
     Raises:
       NotImplementedError: no config serves the problem.
     """
-    configs = itertools.chain(
-        *(_sm90_of_width(problem, chip, n) for n in slice_widths(problem, (192, 128, 64)))
-    )
+    epilogue = problem.epilogue
+    cycles = STORING + ACTIVATING * bool(epilogue.activation) + ADDING * epilogue.residual
+    storing = cycles / (CYCLES * tiles.chunks(problem))
 
     def time(config: HopperConfig) -> float:
         """Estimates the time of the worker with the most tiles.
 
-        The unit is the time to multiply one row by one column.
+        The unit is the time to multiply one row by one column. Consumers multiply in turn, and
+        store while the others multiply; the last tile's epilogue follows its products. A weight
+        that stays is loaded before the first products.
         """
         loaded = config.rows + config.tile_n * config.stream_weight
-        one_part = max(config.rows * config.tile_n, LOADING * loaded)
-        one_tile = config.consumers * one_part + tiles.TILE_OVERHEAD
-        return config.tiling(problem, chip).tiles_per_worker * one_tile
+        one_part = max(config.rows * config.tile_n, LOADING * loaded) + tiles.TILE_OVERHEAD / 2
+        products, epilogue = config.consumers * one_part, storing * config.rows * config.tile_n
+        others = config.tiling(problem, chip).tiles_per_worker - 1
+        first = 0 if config.stream_weight else LOADING * config.tile_n
+        return first + others * max(products, one_part + epilogue) + products + epilogue
 
-    return min(configs, key=time)
-
-
-def _sm90_of_width(problem: Problem, chip: Chip, tile_n: int) -> list[HopperConfig]:
-    """Returns one config with a stationary weight, or configs that stream it if slots are too few.
-
-    A stationary weight must leave room for at least 8 slots.
-    """
-    deepest = functools.partial(_deepest, HopperConfig, problem=problem, chip=chip, tile_n=tile_n)
-    if stationary := deepest(HOPPER_SLOTS):
-        return [stationary]
-    streamed = (deepest(EVERY_HOPPER_SLOTS, rows=rows, stream_weight=True) for rows in (64, 128))
-    return list(filter(None, streamed))
+    return min(_sm90(problem, chip, every=False), key=time)
 
 
 def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
     """Returns the configs that are worth measuring, among them those that the heuristic compares.
 
-    A config with a stationary weight is followed by one that streams the weight. For an activation
-    there are also configs with three consumers.
+    There is one that streams the weight for each width.
     """
-    found = []
-    for tile_n in slice_widths(problem, (192, 128, 64)):
-        of_width = _sm90_of_width(problem, chip, tile_n)
-        found += of_width
-        if of_width and not of_width[0].stream_weight:
-            choices = dict(tile_n=tile_n, rows=128, stream_weight=True)
-            streamed = _deepest(HopperConfig, EVERY_HOPPER_SLOTS, problem, chip, **choices)
-            found += filter(None, [streamed])
-        for stream in (False, True) if problem.epilogue.activation else ():
-            choices = dict(tile_n=tile_n, stream_weight=stream, consumers=3)
-            three = _deepest(HopperConfig, EVERY_HOPPER_SLOTS, problem, chip, **choices)
-            found += filter(None, [three])
-    return found
+    return _sm90(problem, chip, every=True)
+
+
+def _sm90(problem: Problem, chip: Chip, *, every: bool) -> list[HopperConfig]:
+    """Returns configs of each width, with the largest number of slots that fits.
+
+    The patch embedding has two consumers. Dense layers have one, too, which is faster for few rows,
+    and three if an activation or a residual makes the epilogue long. A weight that fits stays; it
+    is also streamed for one consumer, whose workers have few tiles, and if `every` is set.
+    """
+    is_layer, found = problem.epilogue != NO_EPILOGUE, []
+    consumers = [2, 1] if is_layer else [2]
+    if problem.epilogue.activation or problem.epilogue.residual:
+        consumers.append(3)
+    for tile_n, number in itertools.product(slice_widths(problem, (192, 128, 64)), consumers):
+        choices: dict[str, Any] = dict(tile_n=tile_n, consumers=number)
+        deepest: Callable[..., HopperConfig | None] = functools.partial(
+            _deepest, HopperConfig, problem=problem, chip=chip, **choices
+        )
+        stays = [deepest(HOPPER_SLOTS[n], rows=n) for n in ((64, 128) if is_layer else (64,))]
+        found += stays
+        if every or number == 1 or not stays[0]:
+            streamed = (128,) if stays[0] and number > 1 else (64, 128)
+            found += [deepest(EVERY_HOPPER_SLOTS, rows=n, stream_weight=True) for n in streamed]
+    return list(filter(None, found))
 
 
 def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:

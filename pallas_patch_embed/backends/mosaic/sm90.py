@@ -1,12 +1,12 @@
 """The Hopper kernel, in Pallas Mosaic GPU: wgmma with a stationary weight and a stationary table.
 
-A worker is a thread block of three or four warpgroups. It computes the same `tile_n` columns of N
+A worker is a thread block of two to four warpgroups. It computes the same `tile_n` columns of N
 for all row tiles that `schedule.py` assigns to it:
 
   load_constants       one warp: loads scale, offsets if there is no table, and a stationary weight.
   feed                 one warp, the producer: loads patches, and a streamed weight, into the slots
                        of a ring, in the order of the products. Both warps load by TMA.
-  multiply_and_store   two or three warpgroups, the consumers, each with its rows of every tile:
+  multiply_and_store   one to three warpgroups, the consumers, each with its rows of every tile:
                        they take turns to multiply, and meanwhile the others scale their
                        accumulators, add the table, and store.
 
@@ -49,9 +49,10 @@ from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
 MOST_SLOTS = launch.MOST_BARRIERS // 2
 
 # Registers of a thread in the loading warpgroup and in a multiplying warpgroup, set by setmaxnreg,
-# by the number of consumers. At launch every thread has 168, or with three consumers 128:
+# by the number of consumers. At launch every thread has 168, with three consumers 128:
 # 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168, 128 * (32 + 3 * 160) = 4 * 128 * 128.
-REGISTER_SPLITS = {2: ((40, 232), (24, 240)), 3: ((32, 160),)}
+# With one consumer every thread has 255, which no instruction changes.
+REGISTER_SPLITS = {1: ((255, 255),), 2: ((40, 232), (24, 240)), 3: ((32, 160),)}
 
 # Registers of a multiplying thread for addresses and temporaries, and how many more it needs, by
 # output dtype, if scales and table stay in registers. With fewer, ptxas was measured to spill.
@@ -77,8 +78,9 @@ class HopperConfig:
       slots: number of slots of the ring; a slot has 128 bytes of K for each row of a consumer.
       rows: rows of a tile that a consumer has, 64 or 128.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
-      consumers: warpgroups that multiply, 2 or 3. With three, two are storing while one multiplies,
-        which pays if an epilogue takes longer than the products.
+      consumers: warpgroups that multiply, 1 to 3. With three, two are storing while one multiplies,
+        which pays if an epilogue takes longer than the products. One spreads few rows over more
+        multiprocessors, and waits for no other.
     """
 
     tile_n: int
@@ -156,7 +158,7 @@ class HopperConfig:
         """Raises NotImplementedError with the reason if this config cannot serve `problem`."""
         launch.check_slice(self.tile_n, problem)
         if self.consumers not in REGISTER_SPLITS:
-            raise NotImplementedError(f"consumers is {self.consumers}, expected 2 or 3.")
+            raise NotImplementedError(f"consumers is {self.consumers}, expected 1 to 3.")
         launch.check_slots(self.slots, launch.MOST_BARRIERS // self.consumers)
         if self.rows not in (64, 128):
             raise NotImplementedError(f"rows is {self.rows}, expected 64 or 128.")
@@ -237,10 +239,12 @@ class Worker(launch.Worker):
     def run(self, warpgroup) -> None:
         """Assigns each warpgroup its registers and its role."""
         feed_registers, multiply_registers = self.config.register_split(self.problem)
+        changes = feed_registers != multiply_registers
 
         @pl.when(warpgroup == self.config.consumers)
         def load():
-            plgpu.set_max_registers(feed_registers, action="decrease")
+            if changes:
+                plgpu.set_max_registers(feed_registers, action="decrease")
 
             @plgpu.warp_map
             def roles(warp):
@@ -249,7 +253,8 @@ class Worker(launch.Worker):
 
         @pl.when(warpgroup < self.config.consumers)
         def consume():
-            plgpu.set_max_registers(multiply_registers, action="increase")
+            if changes:
+                plgpu.set_max_registers(multiply_registers, action="increase")
             self.multiply_and_store(warpgroup)
 
     def first_row(self, tile, consumer):
