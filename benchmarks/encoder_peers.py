@@ -4,9 +4,9 @@
 
 The contenders have the same random weights, from a checkpoint in Hugging Face's layout, and compute
 embeddings of the same uint8 images on the device in bfloat16. An encoder whose activation is not
-the tanh GELU is also measured with it: the difference is the activation's cost. With --dtypes, all
-dense layers of the blocks are also computed in 8 bits, beside torchao's dynamic scales for each
-token. JAX and torch each
+the tanh GELU is also measured with it: the difference is the activation's cost. With --dtypes,
+encoders in 8 bits are also measured, as `load_encoder` loads them; their names say which layers are
+not in 8 bits. torchao's have scales for each token. JAX and torch each
 run in their own process, and the contenders take turns. Times are wall times. A burst times single
 calls, each until its result is ready; in the sustained turns calls follow one another, and the
 GPU's energy is measured. Peak memory includes weights, images and all intermediate results. Each
@@ -105,6 +105,7 @@ class Jax:
         import jax
 
         import pallas_patch_embed as ppe
+        from pallas_patch_embed.encoders.encoder import described_layers
         from pallas_patch_embed.encoders.program import BY_CUBLAS
 
         encoder = ppe.load_encoder(folder)
@@ -122,7 +123,9 @@ class Jax:
             tanh = dataclasses.replace(encoder, config=config)
             ways["this encoder with the tanh GELU"] = _ours, (tanh,), options
         for dtype in dtypes:
-            ways[f"this encoder in {dtype}"] = _ours, (self.in_8_bits(folder, dtype),), options
+            rounded = self.in_8_bits(folder, dtype)
+            described = described_layers(rounded.blocks).removesuffix(", ")
+            ways[f"this encoder, {described}"] = _ours, (rounded,), options
         left_out = {}
         self.contenders = {}
         for name, (function, operands, chosen) in ways.items():
@@ -164,7 +167,7 @@ def _block_until_ready(x: Any) -> Any:
 
 
 def _in_8_bits(folder: str, dtype: str) -> Any:
-    """Loads an encoder with all dense layers of its blocks in 8 bits."""
+    """Loads an encoder in 8 bits that is calibrated on four of the images."""
     import pallas_patch_embed as ppe
     from pallas_patch_embed.encoders.calibration import calibrate
 

@@ -116,7 +116,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--min-cosine",
         type=float,
-        help="mean cosine for which layers stay in bfloat16, such as 0.9995 (default: none stays)",
+        help="mean cosine for which layers stay in bfloat16, such as 0.9998; 0 for none (default: "
+        "those behind attention stay)",
     )
     parser.add_argument("--size", type=int, help="side of the images in pixels")
     parser.add_argument(

@@ -14,6 +14,7 @@ from pallas_patch_embed.base.messages import quoted
 from pallas_patch_embed.base.problem import LEVELS
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.encoders.calibration import FILES, AnyEncoder
+from pallas_patch_embed.encoders.encoder import dtype_in_8_bits
 
 # The version of the arithmetic of each patch dtype. A change of the bits of the embeddings, other
 # than by the rounding of another compiler or device, gets a new number. Embeddings with different
@@ -64,7 +65,8 @@ class Settings:
       packed: whether the patches of pictures are packed, as those of NaFlex encoders are.
       dtype: dtype of the encoder's dense layers.
       calibration_sha256: hash of the file of the calibration; None if no layer is in 8 bits.
-      min_cosine: the mean cosine to float32 for which layers stay in bfloat16; None for no layer.
+      min_cosine: the mean cosine to float32 for which layers stay in bfloat16; None for the layers
+        that stay by default.
       scales_sha256: hash of the scales, from `scales_sha256`; None if no layer is in 8 bits.
     """
 
@@ -129,6 +131,8 @@ def scales_sha256(encoder: AnyEncoder) -> str | None:
     whole = hashlib.sha256(f"{ARITHMETIC_IN_8_BITS}\n".encode())
     for run in encoder.blocks:
         for layer, p in sorted(run.items()):
+            if "weight" in p and not dtype_in_8_bits(p):
+                continue
             for name in sorted({"scale", *LEVELS} & p.keys()):
                 whole.update(f"{layer} {name} {p[name].shape}\n".encode())
                 whole.update(np.asarray(p[name], np.float32).tobytes())

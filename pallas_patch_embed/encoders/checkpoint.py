@@ -108,8 +108,9 @@ def load_encoder(
         calibration.safetensors in the checkpoint's folder; without it the encoder is calibrated on
         the photographs of this package, with a warning.
       min_cosine: for 8 bits: layers stay in bfloat16, those that hurt most first, until the
-        mean cosine of the calibration's pictures to float32 is expected to be this, such as 0.9995.
-        None for all layers in 8 bits. The encoder's repr says which layers stay.
+        mean cosine of the calibration's pictures to float32 is expected to be this, such as 0.9998.
+        0 for all layers in 8 bits, None for all but those that follow attention. The encoder's repr
+        says which layers stay.
 
     Returns:
       Encoder.

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.encoders.config import Config, TextConfig
-from pallas_patch_embed.encoders.layouts import padded, split
+from pallas_patch_embed.encoders.layouts import layer_by_outputs, padded, split
 
 type Array = npt.NDArray[Any]
 
@@ -263,7 +263,7 @@ def runs(
     config: Config | TextConfig,
     layers: tuple[str, ...],
 ) -> tuple[dict[str, Any], ...]:
-    """Returns the blocks of an encoder in 8 bits, whose layers `kept` are in float32."""
+    """Returns the blocks of an encoder in 8 bits, whose layers `kept` are in bfloat16."""
     patterns = [
         tuple(layer for layer in layers if (block, layer) in kept) for block in range(config.depth)
     ]
@@ -278,5 +278,7 @@ def runs(
             parts = [quantise(prepared, (block, layer)) for block in rows]
             run[layer] = {key: np.stack([part[key] for part in parts]) for key in parts[0]}
             run[layer] = {key: split(x, layer, config) for key, x in run[layer].items()}
+        for layer in kept_layers:
+            run[layer] = layer_by_outputs(run[layer], layer, config)
         found.append(run)
     return tuple(found)

@@ -84,13 +84,12 @@ class Encoder:
         None.
       blocks: the transformer blocks' "norm1", "qkv", "out", "norm2", "fc1" and "fc2", with a
         leading axis of `config.depth`. Norms are {"scale", "bias"} in float32. The other layers are
-        {"weight" [out, in] in `dtype`, "scale" [out] and "bias" [out] in float32}, with another
-        leading axis for the parts of qkv and of a gated fc1, of which the gate's is the first; the
-        width of the hidden layer is a multiple of 128. In bfloat16 scales are 1. An encoder in 8
-        bits has a tuple of such dicts, for runs of blocks with the same layers in 8 bits. There
-        fc2 also has "factor" [in] and "shift" [1], of the levels that it gets. Layers in float32,
-        and those that an encoder in 8 bits keeps in bfloat16, are {"kernel" [in, out],
-        "bias" [out]} in that dtype.
+        {"weight" [out, in] in bfloat16 or 8 bits, "scale" [out] and "bias" [out] in float32}, with
+        another leading axis for the parts of qkv and of a gated fc1, of which the gate's is the
+        first; the width of the hidden layer is a multiple of 128. In bfloat16 scales are 1. An
+        encoder in 8 bits has a tuple of such dicts, for runs of blocks with the same layers in 8
+        bits. There fc2 also has "factor" [in] and "shift" [1], of the levels that it gets. In
+        float32 these layers are {"kernel" [in, out], "bias" [out]}.
       norm: the last layer norm, or None.
       head: the attention pooling head: "query" [D], which is the projected probe, "kv", "out",
         "norm", "fc1" and "fc2"; the dense layer of `config.pooling` "dense"; or None.
@@ -261,13 +260,17 @@ def described_layers(blocks: Any) -> str:
     """Says which layers of the blocks are in 8 bits; an empty string if none is."""
     if not isinstance(blocks, tuple):
         return ""
-    dtypes, others, block = set(), [], 0
+    dtypes, kept, depth = set(), [], 0
     for run in blocks:
-        dtypes |= {dtype_in_8_bits(run[layer]) for layer in LAYERS} - {""}
-        for i in range(block, block := block + len(run["norm1"]["scale"])):
-            others += [f"{layer} of block {i}" for layer in LAYERS if "kernel" in run[layer]]
+        of_run = {layer: dtype_in_8_bits(run[layer]) for layer in LAYERS}
+        dtypes |= set(of_run.values()) - {""}
+        for block in range(depth, depth := depth + len(run["norm1"]["scale"])):
+            kept += [(layer, block) for layer in LAYERS if not of_run[layer]]
     if not dtypes:
         return "no layer in 8 bits, "
+    everywhere = [x for x in LAYERS if all((x, block) in kept for block in range(depth))]
+    others = [f"{layer} of every block" for layer in everywhere]
+    others += [f"{layer} of block {block}" for layer, block in kept if layer not in everywhere]
     return f"blocks in {dtypes.pop()}{' except ' if others else ''}{', '.join(others)}, "
 
 
@@ -733,10 +736,9 @@ def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig, layer: jax.A
     if config.gated:
         gate, up = _parts(x, fc1, 2, layer)
         hidden = ACTIVATIONS[config.activation].of_array(gate) * up
-    elif "weight" in fc1:
-        hidden = _dense(x, fc1, config.activation, levels=levels, layer=layer)
     else:
-        hidden = _dense(x, fc1, config.activation)
+        of_fc1 = levels if dtype_in_8_bits(fc1) else None
+        hidden = _dense(x, fc1, config.activation, levels=of_fc1, layer=layer)
     dtype = dtype_in_8_bits(fc2)
     if not dtype or hidden.dtype == dtype:
         return hidden

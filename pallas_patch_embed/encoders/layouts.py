@@ -39,19 +39,17 @@ def padded(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, Any
 
 def by_outputs(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, Any]:
     """Returns the blocks of an encoder in bfloat16, on the host, for blocks in float32."""
-    blocks = padded(blocks, config)
-    found = {}
-    for name, p in blocks.items():
-        found[name] = p
-        if "kernel" in p:
-            weight, bias = p["kernel"].swapaxes(-1, -2), p["bias"].astype(np.float32)
-            parts = {
-                "weight": weight.astype(jnp.bfloat16),
-                "scale": np.ones_like(bias),
-                "bias": bias,
-            }
-            found[name] = {key: split(x, name, config) for key, x in parts.items()}
-    return found
+    return {
+        name: layer_by_outputs(p, name, config) if "kernel" in p else p
+        for name, p in padded(blocks, config).items()
+    }
+
+
+def layer_by_outputs(p: dict[str, Any], layer: str, config: Config | TextConfig) -> dict[str, Any]:
+    """Returns a dense layer [L, in, out] in float32 as `by_outputs` does."""
+    weight, bias = p["kernel"].swapaxes(-1, -2), p["bias"].astype(np.float32)
+    parts = {"weight": weight.astype(jnp.bfloat16), "scale": np.ones_like(bias), "bias": bias}
+    return {key: split(x, layer, config) for key, x in parts.items()}
 
 
 def by_inputs(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, Any]:
