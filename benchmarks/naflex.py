@@ -143,7 +143,7 @@ def compare(
     burst = timing.burst(compared, rounds=3, rest=rest)
     times = {"burst": burst, "sustained": burst}
     if seconds:
-        times["sustained"] = timing.sustained(compared, seconds=seconds, rounds=1)
+        times["sustained"] = timing.sustained(compared, seconds=seconds, rounds=2, calls=5)
     record: dict[str, Any] = {
         "pictures": len(pictures),
         "rows": list(packed.patches.shape[:2]),

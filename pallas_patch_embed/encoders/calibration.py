@@ -184,8 +184,8 @@ class Calibration:
     def kept(self, min_cosine: float | None, blocks: dict[str, Any]) -> set[Unit]:
         """Chooses the layers that stay in bfloat16.
 
-        Without `min_cosine` they are `KEPT`, and a layer that causes more than half of the distance
-        of the others, as massive activations make one do. Otherwise those with the largest loss for
+        Without `min_cosine` they are `KEPT`, and of the others one that causes more than half of
+        their distance, as massive activations make it do. Otherwise those with the largest loss for
         each of their weights stay, as few as the mean cosine over the calibration's examples
         allows. The losses of layers add up, as the squares of errors do that do not depend on each
         other.

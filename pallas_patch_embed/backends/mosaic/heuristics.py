@@ -78,10 +78,10 @@ def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
         """
         loaded = config.rows + config.tile_n * config.stream_weight
         one_part = max(config.rows * config.tile_n, LOADING * loaded) + tiles.TILE_OVERHEAD / 2
-        products, epilogue = config.consumers * one_part, storing * config.rows * config.tile_n
+        products, stores = config.consumers * one_part, storing * config.rows * config.tile_n
         others = config.tiling(problem, chip).tiles_per_worker - 1
         first = 0 if config.stream_weight else LOADING * config.tile_n
-        return first + others * max(products, one_part + epilogue) + products + epilogue
+        return first + others * max(products, one_part + stores) + products + stores
 
     return min(_sm90(problem, chip, every=False), key=time)
 
