@@ -330,7 +330,9 @@ SPLITS = keep(
 @several
 @pytest.mark.parametrize("name, dtype, kind, axis", SPLITS)
 def test_a_users_sharding_changes_only_the_rounding(name, dtype, kind, axis):
-    encoder, given, mesh = load_in_8_bits(name, dtype), pictures(name), mesh_of(kind)
+    # Layers in bfloat16 would add other roundings.
+    encoder, given = load_in_8_bits(name, dtype, min_cosine=0), pictures(name)
+    mesh = mesh_of(kind)
     wanted = encode(encoder, given)
     split = jax.device_put(given, NamedSharding(mesh, P("batch")))
     call = jax.jit(lambda encoder, images: vectors(encoder, encoder(images)))
