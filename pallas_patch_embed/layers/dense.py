@@ -2,9 +2,9 @@
 
 The kernel is that of the patch embedding with another epilogue (`Epilogue`), and so is the choice
 of a backend. The JAX primitive `dense_p` is lowered to the fastest backend that serves; in bfloat16
-without scales to Hopper's kernel for few rows, and otherwise to XLA's program. That one is also
-used in exported programs, and if XLA partitions the program over several devices, because XLA would
-gather the operands of a kernel. Products of int8 are exact in each backend.
+without scales to Hopper's kernel for few rows and with wide tiles, and otherwise to XLA's program.
+That one is also used in exported programs, and if XLA partitions the program over several devices,
+because XLA would gather the operands of a kernel. Products of int8 are exact in each backend.
 """
 
 import functools
@@ -31,6 +31,10 @@ from pallas_patch_embed.base.problem import LEVELS, Epilogue, Problem
 # the encoder takes 1.35 instead of 1.39 ms, and 1.41 instead of 1.71; for one image of So400m/14 at
 # 384 pixels, which has 729 rows, 3.26 instead of 3.98 ms (H200, 2026-11-28).
 CAPABILITY, FEWEST_ROWS, MOST_ROWS = (9, 0), 196, 8 * 196
+
+# With more rows cuBLAS is faster than narrow tiles, and slower than the widest: columns and rows of
+# each of two consumers. 512 images of B/16 take 32.96 ms with them instead of 34.38.
+WIDEST = (192, 128, 2)
 
 dense_p = Primitive("dense")
 dense_p.multiple_results = True
@@ -200,12 +204,15 @@ def program_for(problem: Problem, target: Target, *, scaled: bool) -> Plan | Non
     chip = target.chip
     if chip is None or chip.capability != CAPABILITY:
         return None
-    if not FEWEST_ROWS <= problem.rows <= MOST_ROWS:
+    if problem.rows < FEWEST_ROWS:
         return None
     try:
-        return SM90.plan(problem, target)
+        plan = SM90.plan(problem, target)
     except NotImplementedError:
         return None
+    config = SM90.choose_config(problem, chip)
+    shape = config.tile_n, config.rows, config.consumers
+    return plan if problem.rows <= MOST_ROWS or shape == WIDEST else None
 
 
 def _lower(ctx, *operands, **static):

@@ -34,8 +34,8 @@ def _deepest(kind: Any, depths: Iterable[int], problem: Problem, chip: Chip, **c
     return tiles.first_that_fits(problem, chip, configs)
 
 
-# Numbers of slots, in the order in which they are tried. With fewer than 8 slots of 8 KiB, or 5 of
-# 16 KiB, the tensor cores of Hopper wait for memory.
+# Numbers of slots by their rows, in the order in which they are tried. With fewer than 8 slots of
+# 8 KiB, or 5 of 16, the tensor cores of Hopper wait for memory.
 HOPPER_SLOTS = {64: range(MOST_SLOTS, 7, -1), 128: range(MOST_SLOTS, 4, -1)}
 EVERY_HOPPER_SLOTS = range(MOST_SLOTS, 3, -1)
 BLACKWELL_SLOTS = range(8, 3, -1)
@@ -57,6 +57,10 @@ CYCLES = 128 / (64 * 64)
 # Cycles that an element of a tile takes after its product, and those that an activation and a
 # residual add, on H200s (docs/experiments/encoder.md).
 STORING, ACTIVATING, ADDING = 0.02, 0.5, 0.5
+
+# The largest number of tiles of a worker with one consumer, which does not multiply while it
+# stores. More were not measured.
+MOST_TILES_OF_ONE = 3
 
 
 def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
@@ -97,9 +101,9 @@ def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
 def _sm90(problem: Problem, chip: Chip, *, every: bool) -> list[HopperConfig]:
     """Returns configs of each width, with the largest number of slots that fits.
 
-    The patch embedding has two consumers. Dense layers have one, too, which is faster for few rows,
+    The patch embedding has two consumers. Dense layers have one, too, if workers have few tiles,
     and three if an activation or a residual makes the epilogue long. A weight that fits stays; it
-    is also streamed for one consumer, whose workers have few tiles, and if `every` is set.
+    is also streamed for one consumer, and if `every` is set.
     """
     is_layer, found = problem.epilogue != NO_EPILOGUE, []
     consumers = [2, 1] if is_layer else [2]
@@ -110,12 +114,17 @@ def _sm90(problem: Problem, chip: Chip, *, every: bool) -> list[HopperConfig]:
         deepest: Callable[..., HopperConfig | None] = functools.partial(
             _deepest, HopperConfig, problem=problem, chip=chip, **choices
         )
-        stays = [deepest(HOPPER_SLOTS[n], rows=n) for n in ((64, 128) if is_layer else (64,))]
-        found += stays
-        if every or number == 1 or not stays[0]:
-            streamed = (128,) if stays[0] and number > 1 else (64, 128)
+        stay = [deepest(HOPPER_SLOTS[n], rows=n) for n in ((64, 128) if number == 1 else (64,))]
+        found += stay
+        if every or number == 1 or not stay[0]:
+            streamed = (128,) if stay[0] and number > 1 else (64, 128)
             found += [deepest(EVERY_HOPPER_SLOTS, rows=n, stream_weight=True) for n in streamed]
-    return list(filter(None, found))
+    return [
+        config
+        for config in filter(None, found)
+        if config.consumers > 1
+        or config.tiling(problem, chip).tiles_per_worker <= MOST_TILES_OF_ONE
+    ]
 
 
 def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
