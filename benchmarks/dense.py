@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from benchmarks.attention import results_of
 from pallas_patch_embed.backends.mosaic import SM90
-from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.chips import Target, default_device
 from pallas_patch_embed.base.dtypes import EIGHT_BITS
 from pallas_patch_embed.base.problem import Epilogue
@@ -35,6 +34,12 @@ class Layer(NamedTuple):
     K: int
     N: int
     epilogue: Epilogue
+
+    def epilogue_in(self, dtype: str) -> Epilogue:
+        """Returns the epilogue in this dtype: in bfloat16 without scales of rows and levels."""
+        if dtype == "bfloat16":
+            return self.epilogue._replace(row_scale=False, levels=False)
+        return self.epilogue
 
 
 def layers(D: int, hidden: int) -> dict[str, Layer]:
@@ -89,12 +94,10 @@ def draw(M: int, layer: Layer, dtype: str) -> dict[str, jax.Array]:
 
 def by_cublas(x: Any, weights: Any, biases: Any, residual: Any, *, activation: str) -> Any:
     """Computes the parts of a layer in bfloat16 as the encoder does, with weights [K, N]."""
-    found = []
-    for weight, bias in zip(weights, biases):
-        y = jnp.matmul(x, weight) + bias[None]
-        if activation:
-            y = ACTIVATIONS[activation].of_array(y)
-        found.append(y if residual is None else residual + y)
+    found = [
+        dense.in_steps(x, weight, bias, activation, residual)
+        for weight, bias in zip(weights, biases)
+    ]
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -102,9 +105,7 @@ def contenders(M: int, layer: Layer, target: Target, *, every: bool) -> dict[str
     """Returns XLA's bfloat16, and the kernel in each dtype."""
     found = {}
     for dtype in ("bfloat16", "int8", "float8_e4m3fn"):
-        epilogue = layer.epilogue
-        if dtype == "bfloat16":
-            epilogue = epilogue._replace(row_scale=False, levels=False)
+        epilogue = layer.epilogue_in(dtype)
         operands = draw(M, layer._replace(epilogue=epilogue), dtype)
         if dtype == "bfloat16":
             transposed = tuple(weight.T.copy() for weight in operands["weight"][0])

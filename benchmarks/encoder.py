@@ -6,6 +6,7 @@ Weights are random bfloat16, and images are random uint8. Only the patch embeddi
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -93,6 +94,20 @@ def draw(name: str, patch_dtype: str, dtype: str) -> tuple[Encoder, dict[str, np
     if dtype == "bfloat16":
         blocks = jax.device_put(by_outputs(jax.device_get(blocks), config))
     return Encoder(params, None, blocks, norm(), head, config, dtype), drawn
+
+
+def in_8_bits(folder: str | Path, images: Any, dtype: str, **options: Any) -> Encoder:
+    """Loads a checkpoint in 8 bits, calibrated on these images.
+
+    Args:
+      folder: the checkpoint.
+      images: [N, H, W, C] uint8.
+      dtype: of the layers that are in 8 bits by default.
+      options: as for `load_encoder`.
+    """
+    exact = ppe.load_encoder(folder, dtype="float32", **options)
+    calibration = ppe.calibrate(exact, images, dtype=dtype)
+    return ppe.load_encoder(folder, dtype=dtype, calibration=calibration, **options)
 
 
 def ways(

@@ -4,14 +4,14 @@
 
 The contenders have the same random weights, from a checkpoint in Hugging Face's layout, and compute
 embeddings of the same uint8 images on the device in bfloat16. An encoder whose activation is not
-the tanh GELU is also measured with it: the difference is the activation's cost. With --dtypes,
-encoders in 8 bits are also measured, as `load_encoder` loads them; their names say which layers are
-not in 8 bits. torchao's have scales for each token. JAX and torch each
-run in their own process, and the contenders take turns. Times are wall times. A burst times single
-calls, each until its result is ready; in the sustained turns calls follow one another, and the
-GPU's energy is measured. Peak memory includes weights, images and all intermediate results. Each
-case is written to encoder_peers.jsonl as soon as it is measured. Peers that are not installed, or
-have no encoder of the family, are left out.
+the tanh GELU is also measured with it: the difference is the activation's cost. With --dtypes the
+encoder is also measured in 8 bits, as `load_encoder` loads it, and transformers' model with
+torchao's layers, which compute a scale for each token; the name of the encoder says which layers
+stay in bfloat16. JAX and torch each run in their own process, and the contenders take turns. Times
+are wall times. A burst times single calls, each until its result is ready; in the sustained turns
+calls follow one another, and the GPU's energy is measured. Peak memory includes weights, images and
+all intermediate results. Each case is written to encoder_peers.jsonl as soon as it is measured.
+Peers that are not installed, or have no encoder of the family, are left out.
 """
 
 import argparse
@@ -96,7 +96,6 @@ class Jax:
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
         self.wait = _block_until_ready
-        self.in_8_bits = functools.cache(_in_8_bits)
 
     def prepare(
         self, folder: str, images: int, modes: list[str], dtypes: list[str]
@@ -123,9 +122,8 @@ class Jax:
             tanh = dataclasses.replace(encoder, config=config)
             ways["this encoder with the tanh GELU"] = _ours, (tanh,), options
         for dtype in dtypes:
-            rounded = self.in_8_bits(folder, dtype)
-            described = described_layers(rounded.blocks).removesuffix(", ")
-            ways[f"this encoder, {described}"] = _ours, (rounded,), options
+            rounded = _in_8_bits(folder, dtype, encoder.config.image_size[0])
+            ways[f"this encoder, {described_layers(rounded.blocks)}"] = _ours, (rounded,), options
         left_out = {}
         self.contenders = {}
         for name, (function, operands, chosen) in ways.items():
@@ -166,14 +164,12 @@ def _block_until_ready(x: Any) -> Any:
     return jax.block_until_ready(x)
 
 
-def _in_8_bits(folder: str, dtype: str) -> Any:
-    """Loads an encoder in 8 bits that is calibrated on four of the images."""
-    import pallas_patch_embed as ppe
-    from pallas_patch_embed.encoders.calibration import calibrate
+@functools.cache
+def _in_8_bits(folder: str, dtype: str, side: int) -> Any:
+    """Loads an encoder in 8 bits once for all numbers of images."""
+    from benchmarks.encoder import in_8_bits
 
-    exact = ppe.load_encoder(folder, dtype="float32")
-    calibration = calibrate(exact, images_of(exact.config.image_size[0], 4), dtype=dtype)
-    return ppe.load_encoder(folder, dtype=dtype, calibration=calibration)
+    return in_8_bits(folder, images_of(side, 4), dtype)
 
 
 def _ours(encoder, images):
@@ -629,7 +625,9 @@ def arguments() -> argparse.Namespace:
         help="modes of torch.compile; by default both that record CUDA graphs for at most "
         f"{FEW_IMAGES} images, max-autotune for at least {MANY_IMAGES}, and otherwise its default",
     )
-    parser.add_argument("--dtypes", nargs="*", choices=EIGHT_BITS, default=[], help="of 8 bits")
+    parser.add_argument(
+        "--dtypes", nargs="*", choices=EIGHT_BITS, default=[], help="also in 8 bits"
+    )
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--torch-python", default=sys.executable, help="Python with torch")
     parser.add_argument("--minutes", type=float, default=math.inf)

@@ -37,8 +37,6 @@ from benchmarks.embedding import gpus
 from pallas_patch_embed.base.problem import named_shape
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.embed.embedder import embedding_on
-from pallas_patch_embed.encoders.calibration import calibrate
-from pallas_patch_embed.encoders.checkpoint import load_encoder
 from pallas_patch_embed.encoders.encoder import Encoder
 from pallas_patch_embed.encoders.program import BY_CUBLAS
 
@@ -71,9 +69,7 @@ def prepare(name: str, dtype: str, images: int, folder: Path) -> tuple[Any, np.n
     drawn = draw_images(named_shape(model), images, "random")
     if dtype == "int8" and name != "operator":
         checkpoints.write(encoders.ENCODERS[name], folder)
-        exact = load_encoder(folder, patch_dtype="int8")
-        calibration = calibrate(exact, drawn[:4])
-        found = load_encoder(folder, dtype="int8", patch_dtype="int8", calibration=calibration)
+        found = encoders.in_8_bits(folder, drawn[:4], dtype, patch_dtype="int8")
     else:
         found, _ = encoders.draw(model, "int8", "bfloat16")
     return jax.device_get(found.patch_embed if name == "operator" else found), np.asarray(drawn)

@@ -37,12 +37,11 @@ def spills(name: str, folder) -> dict[str, int]:
         models |= {f"{rows} rows": (rows, parts) for rows, parts in few.items()}
     found = {}
     for model, (M, parts) in models.items():
-        for layer, (K, N, epilogue) in parts.items():
-            dtypes = EIGHT_BITS if epilogue.levels else ("int8",)
-            if "rows" in model:
-                dtypes = ("bfloat16",)
-                epilogue = epilogue._replace(row_scale=False, levels=False)
-            for dtype in dtypes:
+        for layer, described in parts.items():
+            K, N, _ = described
+            dtypes = EIGHT_BITS if described.epilogue.levels else ("int8",)
+            for dtype in ("bfloat16",) if "rows" in model else dtypes:
+                epilogue = described.epilogue_in(dtype)
                 x = jax.ShapeDtypeStruct((M, K), dtype)
                 stacked = LAYERS, epilogue.parts
                 weight = jax.ShapeDtypeStruct((*stacked, N, K), dtype)
