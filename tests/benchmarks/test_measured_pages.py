@@ -2,13 +2,19 @@
 
 import collections
 import itertools
+import json
+import math
 
+import jax
 import pytest
 
 from benchmarks import decisions, recorded, results
+from benchmarks.dense import MODELS
 from pallas_patch_embed.backends import BACKENDS, cuda, stored, tiles
+from pallas_patch_embed.backends.mosaic import SM90
 from pallas_patch_embed.base.chips import H100, H200
 from pallas_patch_embed.commands.tune import command
+from pallas_patch_embed.layers.dense import problem_of
 from tests.pages import rows_of
 from tests.repository import ROOT
 
@@ -172,3 +178,49 @@ def test_with_many_rows_cuda_takes_this_part_of_the_time(chip, bfloat16, one_byt
     assert not none
     for found, stated in zip((of_bfloat16, of_one_byte, of_narrow), (bfloat16, one_byte, narrow)):
         assert (round(min(found), 2), round(max(found), 2)) == stated
+
+
+def over_the_fastest(measured):
+    """Returns how many times as long as the fastest config the chosen one takes, on average.
+
+    Args:
+      measured: (problem, chip, {name of a config: time}) of several problems.
+
+    Returns:
+      The geometric mean, and the number of problems whose chosen config was measured.
+    """
+    ratios = [
+        times[name] / min(times.values())
+        for problem, chip, times in measured
+        if (name := str(SM90.choose_config(problem, chip))) in times
+    ]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)), len(ratios)
+
+
+def test_hoppers_estimate_chooses_configs_that_are_nearly_the_fastest():
+    """docs/experiments/encoder.md has these numbers."""
+    layers = collections.defaultdict(dict)
+    record = ROOT / "benchmarks/h200/dense_configs.jsonl"
+    for row in map(json.loads, record.read_text().splitlines()):
+        if "HopperConfig" in row.get("program", ""):
+            dtype, config = row["program"].split(" ", 1)
+            layers[row["model"], row["rows"], row["layer"], dtype][config] = row["burst"]
+
+    def problem(model, rows, name, dtype):
+        layer = MODELS[model][1][name]
+        epilogue = layer.epilogue_in(dtype)
+        x = jax.ShapeDtypeStruct((rows, layer.K), dtype)
+        weight = jax.ShapeDtypeStruct((1, epilogue.parts, layer.N, layer.K), dtype)
+        return problem_of(x, weight, epilogue)
+
+    ratio, number = over_the_fastest((problem(*key), H200, t) for key, t in layers.items())
+    assert (round(ratio, 2), number, len(layers)) == (1.02, 23, 26)
+    operators = []
+    for chip in (H100, H200):
+        measured = stored.read(decisions.results_of(chip)).results
+        for _, task in command.list_tasks(backends=TUNED[:1]):
+            if result := measured.get(task.key):
+                times = {n: t["burst"]["milliseconds"] for n, t in result.times.items()}
+                operators.append((task.problem, chip, times))
+    ratio, number = over_the_fastest(operators)
+    assert (round(ratio, 3), number) == (1.005, len(operators))
