@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
         if dtype in EIGHT_BITS:
             options = dict(calibration=calibration, min_cosine=arguments.min_cosine)
         encoder = load(dtype=dtype, **options)
-        layers = described_layers(encoder.blocks).removesuffix(", ")
+        layers = described_layers(encoder.blocks)
         results.append(Accuracy.of(dtype, encode(encoder, images), wanted, layers))
     print(
         f"{len(images)} pictures, compared with float32 on {jax.devices()[0].device_kind}; "

@@ -253,7 +253,8 @@ def described_weights(encoder: "Encoder | TextEncoder") -> str:
     others = jax.tree.leaves(dataclasses.replace(encoder, blocks={}))
     size = sum(getattr(leaf, "size", 0) for leaf in others)
     size += number_of_parameters(encoder.blocks, encoder.config)
-    return f"{encoder.dtype}, {described_layers(encoder.blocks)}{size:,} parameters"
+    layers = described_layers(encoder.blocks)
+    return ", ".join(filter(None, (encoder.dtype, layers, f"{size:,} parameters")))
 
 
 def described_layers(blocks: Any) -> str:
@@ -267,11 +268,11 @@ def described_layers(blocks: Any) -> str:
         for block in range(depth, depth := depth + len(run["norm1"]["scale"])):
             kept += [(layer, block) for layer in LAYERS if not of_run[layer]]
     if not dtypes:
-        return "no layer in 8 bits, "
+        return "no layer in 8 bits"
     everywhere = [x for x in LAYERS if all((x, block) in kept for block in range(depth))]
     others = [f"{layer} of every block" for layer in everywhere]
     others += [f"{layer} of block {block}" for layer, block in kept if layer not in everywhere]
-    return f"blocks in {dtypes.pop()}{' except ' if others else ''}{', '.join(others)}, "
+    return f"blocks in {dtypes.pop()}{' except ' if others else ''}{', '.join(others)}"
 
 
 # The children of the pytree. The last two are left out if both are None, so that an encoder without
