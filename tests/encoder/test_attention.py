@@ -404,7 +404,7 @@ def test_the_kernel_serves_only_where_it_was_measured_to_be_faster():
         config = attention.program_for(q, Target("cuda", H200), kind).config
         if config is None:
             continue
-        # Some mixes were measured with another number of slots alone.
+        # Some mixes were measured only with three slots.
         names = [f"{config.consumers},{config.keys},{n}" for n in (config.slots, 3)]
         kernel = [next(found[n] for n in names if n in found) for found in of_mixes.values()]
         assert sum(kernel) < sum(found["cudnn"] for found in of_mixes.values())

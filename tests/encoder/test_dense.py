@@ -163,7 +163,7 @@ def test_without_scales_xla_computes_in_bfloat16(epilogue):
         (196, H200, 96, False),
     ],
 )
-def test_in_bfloat16_hoppers_kernel_serves_few_rows(rows, chip, K, served):
+def test_in_bfloat16_hoppers_kernel_serves_few_rows_and_wide_tiles(rows, chip, K, served):
     x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, K), (768, K)))
     problem = problem_of(x, weight, Epilogue(residual=True))
     plan = program_for(problem, Target("cuda", chip), scaled=False)

@@ -198,8 +198,6 @@ BLOCKS = 8
 # Instructions on two floats at once exist only on Blackwell. An approximation has an error bound
 # instead of one result: `scalar.py` rounds it to nearest, a GPU does not.
 NOT_COMPARED = ("f32x2", ".approx.")
-# Hopper kernels whose results no GPU has recorded yet; `record_chip_results.py` runs them, too.
-NOT_RECORDED: tuple[str, ...] = ()
 
 
 def scalar() -> Iterator[Program]:

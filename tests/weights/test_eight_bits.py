@@ -81,7 +81,7 @@ def test_the_cosines_are_those_of_the_page(
         row[1:5] for row in rows_of("docs/eight_bits.md", "Measured") if row[0] == label
     )
     assert 1 - result.cosines.min() <= 4 * (1 - float(least))
-    if min_cosine is None:
+    if not min_cosine:
         assert 1 - result.cosines.mean() == pytest.approx(1 - float(mean), rel=0.25)
     else:  # The choice of layers varies with the rounding of the few pictures that are measured.
         assert result.cosines.mean() >= min_cosine - 1e-4
