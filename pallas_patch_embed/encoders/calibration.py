@@ -61,9 +61,9 @@ PARTS = (1.0, 0.6)
 DEFAULT = "the repository's photographs"
 
 # The layers that stay in bfloat16 unless `min_cosine` is given. On a DINOv2 S/14 with its trained
-# weights the layer after attention causes 30% of the distance in int8, because its input has one
-# scale for all tokens. On an H200 its 8 bits save 2 to 4% of an encoder's time
-# (docs/experiments/encoder.md).
+# weights the layer behind attention causes a third of the distance in int8, because its input has
+# one scale for all tokens (docs/eight_bits.md). By the times of layers on an H200 its 8 bits save 2
+# to 4% of an encoder's time (docs/experiments/encoder.md).
 KEPT = ("out",)
 
 
@@ -184,11 +184,12 @@ class Calibration:
     def kept(self, min_cosine: float | None, blocks: dict[str, Any]) -> set[Unit]:
         """Chooses the layers that stay in bfloat16.
 
-        Without `min_cosine` they are `KEPT`, and of the others one that causes more than half of
-        their distance, as massive activations make it do. Otherwise those with the largest loss for
-        each of their weights stay, as few as the mean cosine over the calibration's examples
-        allows. The losses of layers add up, as the squares of errors do that do not depend on each
-        other.
+        Without `min_cosine` the layers of `KEPT` stay in each block. Of the others one stays if it
+        causes more than half of their distance, as a layer with massive activations does.
+
+        With `min_cosine` those with the largest loss for each of their weights stay, as few as the
+        mean cosine over the calibration's examples allows. The losses of layers add up, as the
+        squares of errors do that do not depend on each other.
 
         Raises:
           ValueError: min_cosine is not a number in [0, 1), or bfloat16 does not reach it.

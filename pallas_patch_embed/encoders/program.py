@@ -15,9 +15,9 @@ from pallas_patch_embed.layers.dense import MOST_ROWS
 # Compiler options with which XLA lets cuBLAS apply bias, GELU and residual in its matrix products.
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
-# Fewest rows of tokens for which the options are set. 64 or more images of B/16 at 224 pixels take
-# 11 to 17% less time with them on an H200. For fewer rows a kernel computes the dense layers on
-# Hopper GPUs; where cuBLAS does, 8 images take 2% less time with them, and one image more
+# Fewest rows of tokens for which the options are set. Where cuBLAS computes the dense layers, 64 or
+# more images of B/16 at 224 pixels take 11 to 17% less time with them on an H200, 8 images take 2%
+# less, and one image takes more. For fewer rows a kernel computes these layers on Hopper GPUs
 # (docs/experiments/encoder.md).
 FEWEST_ROWS = MOST_ROWS + 1
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# JAX has no public function for this.
+# JAX has no public name for this.
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -55,7 +55,8 @@ FEWEST_UNITS: dict[Kind, float] = {"whole": 2 / 3, "lengths": 4, "segments": 4}
 attention_p = Primitive("attention")
 attention_p.def_impl(functools.partial(apply_primitive, attention_p))
 
-# The lowering of cuDNN's attention asks for the devices, which JAX passes on for such primitives.
+# The lowering of cuDNN's attention asks for the devices. JAX passes them on only in programs that
+# contain one of these primitives.
 prim_requires_devices_during_lowering.add(attention_p)
 
 
@@ -130,8 +131,8 @@ def attention(
         Rows of y from there on have no defined value.
       mask: [B, S] bool, False for keys that get no weight. The kernel takes no mask.
       segments: the images whose tokens attend to each other, if q, k and v [R, T, H, D] have rows
-        of several images. Rows of y that no image has are finite. At most one of lengths, mask and
-        segments may be given.
+        of several images. Rows of y that no image has are finite if q is. At most one of lengths,
+        mask and segments may be given.
       causal: whether query s attends only to the keys up to s. The kernel does not compute it.
       levels: dtype of the result if it is in 8 bits, one of `EIGHT_BITS`: y rounded to nearest and
         clipped to [-127, 127], for float8 [-448, 448]. So the values have the scale of the result.

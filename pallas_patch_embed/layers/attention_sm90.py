@@ -267,9 +267,9 @@ def kernel(
     padding = lengths is not None and first is None
     buffers = 0 if levels else 1 + padding
     scratch_types: Any = dict(scratch=Scratch.types(config, shape, make.memory, buffers))
-    given = [x for x in (lengths, order, first) if x is not None]
-
+    # Results of segments take the place of their queries, which only they need.
     in_place = first is not None and not levels
+    given = [x for x in (None if in_place else q, k, v, lengths, order, first) if x is not None]
 
     def attention(*operands, scratch):
         *read, y = operands
@@ -291,11 +291,11 @@ def kernel(
         ),
     )
     if first is None:
-        return call(q, k, v, *given).reshape(q.shape)
-    # No thread block stores rows that no image has. Their values must be finite, because they are
-    # multiplied by zero elsewhere. Results take the place of their queries, which only they need.
+        return call(*given).reshape(q.shape)
+    # No thread block stores rows that no image has. Their values must be finite, because other
+    # images multiply them by zero.
     y = jax.new_ref(q if in_place else jnp.zeros(result.shape, result.dtype))
-    call(*(() if in_place else (q,)), k, v, *given, y)
+    call(*given, y)
     return jax.freeze(y).reshape(q.shape)
 
 

@@ -54,12 +54,12 @@ LOADING = 1.6 * 64 * 192 / (64 + 192)
 # The tensor cores multiply 64 rows by 64 columns of a chunk in 128 cycles.
 CYCLES = 128 / (64 * 64)
 
-# Cycles that an element of a tile takes after its product, and those that an activation and a
-# residual add, on H200s (docs/experiments/encoder.md).
+# Cycles that storing an element of a tile takes, and those that an activation and a residual add.
+# They were fitted to the times on an H200 of benchmarks/h200/dense_configs.jsonl.
 STORING, ACTIVATING, ADDING = 0.02, 0.5, 0.5
 
-# The largest number of tiles of a worker with one consumer, which does not multiply while it
-# stores. More were not measured.
+# The largest number of tiles of a worker with one consumer, which cannot multiply while it stores.
+# Workers with more tiles were not measured.
 MOST_TILES_OF_ONE = 3
 
 
@@ -91,9 +91,9 @@ def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
 
 
 def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
-    """Returns the configs that are worth measuring, among them those that the heuristic compares.
+    """Returns the configs that are worth measuring.
 
-    There is one that streams the weight for each width.
+    Among them are those that the heuristic compares. For each width one streams the weight.
     """
     return _sm90(problem, chip, every=True)
 
@@ -101,9 +101,10 @@ def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
 def _sm90(problem: Problem, chip: Chip, *, every: bool) -> list[HopperConfig]:
     """Returns configs of each width, with the largest number of slots that fits.
 
-    The patch embedding has two consumers. Dense layers have one, too, if workers have few tiles,
-    and three if an activation or a residual makes the epilogue long. A weight that fits stays; it
-    is also streamed for one consumer, and if `every` is set.
+    The patch embedding has two consumers. For a dense layer there are also configs with one, if
+    workers have few tiles, and with three, if an activation or a residual makes the epilogue long.
+    A weight that fits in shared memory stays there; for one consumer there is also a config that
+    streams it, and with `every` for each number of consumers.
     """
     is_layer, found = problem.epilogue != NO_EPILOGUE, []
     consumers = [2, 1] if is_layer else [2]

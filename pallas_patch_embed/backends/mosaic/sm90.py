@@ -48,11 +48,11 @@ from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
 # are at least two.
 MOST_SLOTS = launch.MOST_BARRIERS // 2
 
-# Registers of a thread in the loading warpgroup and in a multiplying warpgroup, set by setmaxnreg,
-# by the number of consumers. At launch every thread has 168, with three consumers 128:
+# Registers of a thread in the loading warpgroup and in a multiplying warpgroup, by the number of
+# consumers. At launch every thread has 168 with two consumers, and 128 with three; setmaxnreg
+# changes that:
 # 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168, 128 * (32 + 3 * 160) = 4 * 128 * 128.
-# With one consumer every thread has 255, which no instruction changes; configs need at most 240, as
-# with two.
+# With one consumer every thread may have 255 from the launch on, so no instruction is needed.
 REGISTER_SPLITS = {1: ((240, 240),), 2: ((40, 232), (24, 240)), 3: ((32, 160),)}
 
 # Registers of a multiplying thread for addresses and temporaries, and how many more it needs, by
