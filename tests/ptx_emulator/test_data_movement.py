@@ -430,6 +430,13 @@ def test_setmaxnreg_starts_from_the_kernels_directives():
                 machine.launch()
 
 
+def test_setmaxnreg_of_256_registers_is_refused_for_hopper_alone():
+    statement = "setmaxnreg.inc.sync.aligned.u32 256;"
+    run(statement, target="sm_100a")
+    message = "setmaxnreg of 256 registers is not possible for sm_90a"
+    assert_fails(UnsupportedError, message, statement, target="sm_90a")
+
+
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])
 def test_ld_loads_128_bits_to_one_register(space):
     """clusterlaunchcontrol reads the register (test_copies_and_launch_control.py)."""
