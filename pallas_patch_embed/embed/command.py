@@ -39,7 +39,7 @@ from pallas_patch_embed.embed.tables import RESERVED
 from pallas_patch_embed.embed.text_embedder import FILES, AnyEmbedder, TextEmbedder
 from pallas_patch_embed.embed.units import Files, Picture, is_url
 from pallas_patch_embed.encoders.calibration import calibration_file
-from pallas_patch_embed.encoders.checkpoint import calibration_beside
+from pallas_patch_embed.encoders.checkpoint import calibration_beside, patch_dtype_for
 from pallas_patch_embed.encoders.hub import find_checkpoint
 
 # Options that need the shards of a folder, with the values that they have if they are not given.
@@ -54,7 +54,7 @@ FOLDER_ONLY: dict[str, Any] = {
 # Options that are for pictures alone, with the same values.
 PICTURES_ONLY: dict[str, Any] = {
     "size": None,
-    "patch_dtype": "bfloat16",
+    "patch_dtype": None,
     "output": "pooled",
     "image_column": None,
     "allow_truncated": False,
@@ -194,15 +194,17 @@ def run(
                 if embedder.row is not None:
                     row = embedder.row._asdict()
             hashed = CheckpointHash(checkpoint, deciding)
+            # Texts have no patches; their manifests say bfloat16.
+            patches = "bfloat16" if texts else patch_dtype_for(options.patch_dtype, options.dtype)
             settings = Settings(
                 checkpoint_sha256=hashed.sha256,
                 preprocessing=preprocessing,
-                patch_dtype=options.patch_dtype,
+                patch_dtype=patches,
                 normalize=options.normalize,
                 embedding_dtype=options.embedding_dtype,
                 image_column=options.image_column,
                 keep=list(options.keep),
-                arithmetic=ARITHMETIC[options.patch_dtype],
+                arithmetic=ARITHMETIC[patches],
                 output=options.output,
                 tower="text" if texts else "vision",
                 text_column=options.text_column,

@@ -171,7 +171,7 @@ class Embedder:
         checkpoint: str | os.PathLike[str],
         *,
         size: int | None = None,
-        patch_dtype: str = "bfloat16",
+        patch_dtype: str | None = None,
         dtype: str = "bfloat16",
         calibration: Calibration | str | os.PathLike[str] | None = None,
         min_cosine: float | None = None,

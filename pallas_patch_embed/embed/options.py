@@ -67,7 +67,7 @@ class Options:
     """
 
     size: int | None = None
-    patch_dtype: str = "bfloat16"
+    patch_dtype: str | None = None
     dtype: str = "bfloat16"
     calibration: str | None = None
     min_cosine: float | None = None
@@ -185,7 +185,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add("--out", required=True, help="a folder, or an .npz file for few pictures")
     group: Any = parser.add_argument_group("embeddings").add_argument
     group("--size", type=positive_integer, metavar="N", help="side of the images in pixels")
-    group("--patch-dtype", choices=DTYPES, default="bfloat16", metavar="DTYPE", help=HELP_PATCHES)
+    group("--patch-dtype", choices=DTYPES, metavar="DTYPE", help=HELP_PATCHES)
     group("--dtype", choices=LAYER_DTYPES, default="bfloat16", metavar="DTYPE", help=HELP_LAYERS)
     group("--calibration", metavar="FILE", help=HELP_CALIBRATION)
     group("--min-cosine", type=float, metavar="X", help=HELP_MIN_COSINE)

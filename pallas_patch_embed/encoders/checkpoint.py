@@ -62,7 +62,7 @@ def load_encoder(
     source: str | os.PathLike[str],
     *,
     dtype: DTypeLike = "bfloat16",
-    patch_dtype: DTypeLike = "bfloat16",
+    patch_dtype: DTypeLike | None = None,
     image_size: int | tuple[int, int] | None = None,
     interpolation: Interpolation | None = None,
     layers: int | None = None,
@@ -86,6 +86,7 @@ def load_encoder(
         "float8_e4m3fn". With the last two the dense layers of the blocks compute in 8 bits and all
         others in bfloat16, which is also the dtype of results (docs/eight_bits.md).
       patch_dtype: dtype of the patch embedding: "float32", "bfloat16", "float8_e4m3fn" or "int8".
+        None for "float32" if `dtype` is float32, and otherwise for "bfloat16".
       image_size: size of the images in pixels, the side of a square or (height, width). The
         positions are resized to the grid of such images. None for the checkpoint's own size. NaFlex
         encoders accept images of any size and refuse this argument.
@@ -124,7 +125,7 @@ def load_encoder(
         the fault.
     """
     load = _Load(
-        patch_dtype=check_dtype(patch_dtype, "patch_dtype"),
+        patch_dtype=patch_dtype_for(patch_dtype, dtype),
         **check_layers_dtype(dtype, calibration, min_cosine),
         config=config,
         interpolation=None if interpolation is None else check_interpolation(interpolation),
@@ -140,7 +141,7 @@ def load_siglip(
     image_size: int | tuple[int, int] | None = None,
     interpolation: Interpolation = "bilinear",
     grid: tuple[int, int] | None = None,
-    patch_dtype: DTypeLike = "bfloat16",
+    patch_dtype: DTypeLike | None = None,
     dtype: DTypeLike = "bfloat16",
     config: GivenConfig | None = None,
 ) -> Encoder:
@@ -165,7 +166,7 @@ def load_siglip(
       FileNotFoundError, OSError, TypeError, ValueError: as for `pallas_patch_embed.load_encoder`.
     """
     load = _Load(
-        patch_dtype=check_dtype(patch_dtype, "patch_dtype"),
+        patch_dtype=patch_dtype_for(patch_dtype, dtype),
         dtype=check_dtype(dtype, "dtype", OUT_DTYPES),
         config=config,
         interpolation=check_interpolation(interpolation),
@@ -179,7 +180,7 @@ def load_siglip(
 def load_encoder_for_side(
     path: Path,
     side: int | None,
-    patch_dtype: str,
+    patch_dtype: str | None,
     layers: int | None = None,
     *,
     dtype: str = "bfloat16",
@@ -199,7 +200,7 @@ def load_encoder_for_side(
     """
     size = None if side is None else _check_image_size(side)
     load = _Load(
-        patch_dtype=patch_dtype,
+        patch_dtype=patch_dtype_for(patch_dtype, dtype),
         layers=layers,
         **check_layers_dtype(dtype, calibration, min_cosine),
     )
@@ -463,6 +464,13 @@ def calibration_in(path: Path, tower: str = "vision") -> Calibration | None:
     """Reads the calibration beside a checkpoint; None if there is none."""
     beside = calibration_beside(path, tower)
     return Calibration.load(beside) if beside.is_file() else None
+
+
+def patch_dtype_for(patch_dtype: Any, dtype: Any) -> str:
+    """Returns the name of the patch embedding's dtype; for None that beside layers of `dtype`."""
+    if patch_dtype is None:
+        return "float32" if check_dtype(dtype, "dtype", LAYER_DTYPES) == "float32" else "bfloat16"
+    return check_dtype(patch_dtype, "patch_dtype")
 
 
 def check_layers_dtype(

@@ -97,6 +97,15 @@ def test_the_manifest_records_dtype_calibration_and_scales(root, tmp_path):
     assert len(list((tmp_path / "out" / "embeddings").iterdir())) == 1
 
 
+def test_float32_is_also_the_dtype_of_the_patches(root, tmp_path):
+    assert embed(root, tmp_path / "out", dtype="float32") == 0
+    assert settings_of(tmp_path / "out")["patch_dtype"] == "float32"
+    wanted, encoder = of_embedder(root, dtype="float32", patch_dtype="float32")
+    assert encoder.patch_embed.dtype == "float32"
+    for id, embedding in by_id(tmp_path / "out").items():
+        np.testing.assert_array_equal(embedding, wanted[id])
+
+
 @pytest.mark.parametrize(
     "first, then, text",
     [

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import pallas_patch_embed
 from pallas_patch_embed import resize_positions
 from pallas_patch_embed.patch_embedding.positions import INTERPOLATIONS
 from pallas_patch_embed.siglip2 import Config, batch_naflex, load_encoder
@@ -327,6 +328,17 @@ def test_a_tower_without_a_pooling_head_returns_no_pooler_output(tmp_path, use_h
     assert has_head == (output.pooler_output is not None)
     wanted = expected(HF)["last_hidden_state"]
     assert np.abs(np.asarray(output.last_hidden_state) - wanted).max() <= 1e-4
+
+
+@pytest.mark.parametrize("load", [pallas_patch_embed.load_encoder, load_encoder])
+def test_the_patch_embedding_of_a_float32_encoder_is_float32(load):
+    for dtype, given, wanted in (
+        ("bfloat16", None, "bfloat16"),
+        (np.float32, None, "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+    ):
+        assert load(checkpoint(HF), dtype=dtype, patch_dtype=given).patch_embed.dtype == wanted
 
 
 def test_a_big_vision_tower_without_a_pooling_head_returns_no_pooler_output(tmp_path):
