@@ -91,6 +91,19 @@ html_copy_source = False
 html_show_copyright = False
 
 
+def switch_pictures(app, name, source):
+    """Replaces the elements of a picture for light and dark pages by images of the theme's classes.
+
+    Sphinx does not copy the images of HTML elements.
+    """
+    pattern = r'<picture>.*?srcset="(.*?)".*?alt="(.*?)" src="(.*?)".*?</picture>'
+    images = "\n\n".join(
+        f"```{{image}} {path}\n:alt: \\2\n:class: only-{shade}\n```"
+        for path, shade in (("\\3", "light"), ("\\1", "dark"))
+    )
+    source[0] = re.sub(pattern, images, source[0], flags=re.DOTALL)
+
+
 def add_navigation(app, name, source):
     """Adds the table of contents to the first page. GitHub would show it as code."""
     if name == root_doc:
@@ -119,6 +132,7 @@ def write_index(app, exception):
 
 
 def setup(app):
+    app.connect("source-read", switch_pictures)
     app.connect("source-read", add_navigation)
     app.connect("doctree-read", unlink_folders)
     app.connect("build-finished", write_index)

@@ -8,7 +8,7 @@ import math
 import jax
 import pytest
 
-from benchmarks import decisions, recorded, results
+from benchmarks import decisions, headline, recorded, results
 from benchmarks.dense import MODELS
 from pallas_patch_embed.backends import BACKENDS, cuda, stored, tiles
 from pallas_patch_embed.backends.mosaic import SM90
@@ -224,3 +224,13 @@ def test_hoppers_estimate_chooses_configs_that_are_nearly_the_fastest():
                 operators.append((task.problem, chip, times))
     ratio, number = over_the_fastest(operators)
     assert (round(ratio, 3), number) == (1.005, len(operators))
+
+
+def test_the_README_has_the_table_and_the_days_of_its_records():
+    found = headline.comparisons()
+    page = (ROOT / "README.md").read_text()
+    assert headline.table(found) in page
+    for comparison in found:
+        assert comparison.date in page
+    for name in headline.COLOURS:
+        assert f"benchmarks/h200/{name}" in page and (headline.FOLDER / name).is_file()
