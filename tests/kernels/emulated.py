@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from tests.ptx_emulator.machine import EAGER
 from tests.repository import environment
 
@@ -23,9 +25,8 @@ from tests.repository import environment
 MULTIPROCESSORS = 4
 
 # Schedules of asynchronous work, each with a seed for random choices. A correct protocol passes
-# with all of them. Hopper kernels, which also run on a GPU, use only the first four. With late
-# arrivals and everything else eager, an arrival at a block that exits too early comes after its
-# exit.
+# with all of them. With late arrivals and everything else eager, an arrival at a block that exits
+# too early comes after its exit.
 SCHEDULES = (
     ("eager", 0),
     ("late", 1),
@@ -33,6 +34,15 @@ SCHEDULES = (
     (EAGER | {"arrival": "late"}, 5),
     ("random", 3),
     ({"load": "eager", "multiply": "late", "store": "late", "write": "late"}, 4),
+)
+# The schedules of a case by its number: two of them, so that successive cases have all, or all.
+SOME_OR_ALL = pytest.mark.parametrize(
+    "schedules_of",
+    [
+        lambda number: [SCHEDULES[(number + i) % len(SCHEDULES)] for i in (0, 3)],
+        pytest.param(lambda _: SCHEDULES, marks=pytest.mark.exhaustive("it takes 15 minutes")),
+    ],
+    ids=["two schedules", "all schedules"],
 )
 # Warnings that do not indicate a fault of the kernels (the emulator's README says why).
 ALLOWED = frozenset({"descriptor version", "moved before wait::ld"})

@@ -1,10 +1,6 @@
-"""The emulator executes the PTX of the Pallas kernels; results equal XLA's in every schedule.
-
-PTX_LONG=1 adds the sizes of production, in 20 schedules each (5 minutes on one core).
-"""
+"""The emulator executes the PTX of the Pallas kernels; results equal XLA's in several schedules."""
 
 import json
-import os
 import re
 
 import jax
@@ -19,6 +15,7 @@ from tests.kernels.emulated import (
     HOPPER,
     LONG,
     SCHEDULES,
+    SOME_OR_ALL,
     compiled,
     emulated,
 )
@@ -55,10 +52,10 @@ def assert_equals_xla(monkeypatch, name, case, schedules):
 CHIP_ANSWERS = json.loads(chip_programs.ANSWERS.read_text())["answers"]["kernels"]
 
 
+@SOME_OR_ALL
 @pytest.mark.parametrize("name", CASES)
-def test_the_compiled_kernel_equals_xla_in_every_schedule(monkeypatch, name):
-    # Hopper's kernels are also tested on a GPU.
-    schedules = SCHEDULES[:4] if name in HOPPER else SCHEDULES
+def test_the_compiled_kernel_equals_xla(monkeypatch, name, schedules_of):
+    schedules = schedules_of(list(CASES).index(name))
     y = assert_equals_xla(monkeypatch, name, CASES[name], schedules)
     if name in HOPPER:
         assert chip_programs.digest(np.asarray(y)) == CHIP_ANSWERS[name]
@@ -121,7 +118,7 @@ def test_a_bug_in_the_protocol_is_noticed(monkeypatch, bug):
             emulated(stem, case, operands, schedule=schedule, seed=seed, allowed=ALLOWED)
 
 
-@pytest.mark.skipif(not os.environ.get("PTX_LONG"), reason="it runs only with PTX_LONG=1")
+@pytest.mark.exhaustive("it takes five minutes on one core")
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("name", LONG)
 def test_sizes_of_production_equal_xla_in_20_schedules(monkeypatch, name, part):
