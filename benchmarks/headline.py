@@ -7,7 +7,6 @@ headline_dark.png for dark pages, beside them, and prints the table:
 
   benchmarks.encoder_peers    encoder_peers.jsonl: whole encoders, many pictures a call and one
   benchmarks.images           images.jsonl: the patch embedding of 4736 images
-  benchmarks.embedding        embedding.jsonl: `embed` from JPEG files
 """
 
 import argparse
@@ -27,18 +26,19 @@ THROUGHPUT = (("B/16 224", 512), ("So400m/14 384", 512), ("So400m/14 384", 64))
 ONE_PICTURE = ("B/16 224", "So400m/14 384")
 EMBEDDED_IMAGES, SHAPE = 4736, "B/16 224"
 
-# Labels of contenders by the beginnings of their names, and what the labels of this library's are.
+# Labels of contenders by patterns that their names begin with; the first one that fits counts.
 ENCODERS = {
     "this encoder, blocks in int8": "this library, int8",
-    "this encoder, epilogues by cuBLAS": "this library, bfloat16",
-    "this encoder, bias and GELU by cuBLAS": "this library, bfloat16",
+    "this encoder, (epilogues|bias and GELU) by cuBLAS": "this library, bfloat16",
+    "transformers.* torchao's int8": "torchao, int8",
+    "transformers.* torchao's float8": "torchao, float8",
     "transformers, torch.compile": "torch.compile",
-    "flax, as big_vision has it": "flax",
+    "flax": "flax",
 }
 OPERATORS = {
     "cuda, cut by the kernel": "this library, int8",
-    "patchify + jnp.dot + positions": "patchify + jnp.dot",
-    "convolution + positions": "convolution",
+    r"patchify \+ jnp.dot": "patchify + jnp.dot",
+    "convolution": "convolution",
 }
 OURS = "this library"
 
@@ -55,7 +55,7 @@ class Comparison:
       what: what is measured.
       unit: unit of the numbers.
       more_is_better: whether larger numbers are faster.
-      values: label of a contender -> number; of several contenders of one label the fastest.
+      values: label -> number of the fastest contender with it.
       date: day of the record.
     """
 
@@ -99,7 +99,7 @@ def compare(
         for record in records:
             if any(record.get(name) != value for name, value in wanted.items()):
                 continue
-            if label := next((labels[n] for n in labels if record["contender"].startswith(n)), ""):
+            if label := next((labels[x] for x in labels if re.match(x, record["contender"])), ""):
                 values[label] = better(values.get(label, number(record)), number(record))
         if values and (found is None or date >= found.date):
             found = Comparison(values=values, date=date, **about)

@@ -31,6 +31,7 @@ RECORDS = [
     peer("this encoder, blocks in int8 except out of every block", 16.0),
     peer(TORCH, 64.0),
     peer(f"{TORCH}, max-autotune", 32.0),
+    peer(f"{TORCH}, torchao's int8", 25.6),
     run_of("2026-01-01"),
     peer(CUBLAS, 10.0),
     run_of("2026-01-03"),
@@ -50,12 +51,13 @@ def test_the_newest_run_and_the_fastest_mode_count(tmp_path):
         "this library, bfloat16": 25600.0,
         "this library, int8": 32000.0,
         "torch.compile": 16000.0,
+        "torchao, int8": 20000.0,
     }
     assert (many.date, one.date) == ("2026-01-02", "2026-01-03")
     assert one.values == {"this library, bfloat16": 1.5, "torch.compile": 12.25}
     assert headline.table([many, one]).splitlines()[2:] == [
         "| SigLIP B/16 224, 512 pictures a call, pictures/s "
-        "| **int8 32,000; bfloat16 25,600** | torch.compile 16,000 |",
+        "| **int8 32,000; bfloat16 25,600** | torchao, int8 20,000; torch.compile 16,000 |",
         "| SigLIP B/16 224, one picture, ms | **bfloat16 1.50** | torch.compile 12.2 |",
     ]
 
