@@ -56,7 +56,8 @@ def as_array(value: Any, name: str) -> Any:
 
 def dtype_name(array: Any) -> str:
     """Returns the name of an array's dtype, before JAX converts float64 to float32."""
-    return getattr(array.dtype, "name", str(array.dtype))
+    dtype = array.dtype
+    return dtype.name if hasattr(dtype, "name") else str(dtype)
 
 
 def has_values(value: Any) -> bool:

@@ -85,8 +85,9 @@ class Request:
             check_images(self.source, self.params)
             _check_grid(self.source, self.params, self.positions)
         _check_cut(self.cut, self.source, self.params)
-        _check_patches(self.patches, self.params)
-        _abstract_table(self.patches, self.params, self.positions)
+        patches = self.patches
+        _check_patches(patches, self.params)
+        _abstract_table(patches, self.params, self.positions)
         found = dataclasses.replace(self, out_dtype=_check_out_dtype(self.out_dtype))
         check_name(self.backend)
         if self.backend is not None:
