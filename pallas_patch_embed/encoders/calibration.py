@@ -145,8 +145,8 @@ class Calibration:
                 )
         except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"Calibration.load: {str(file)!r} is not a calibration: {error} Make it with "
-                "calibrate(encoder, images).save(path)."
+                f"Calibration.load: {str(file)!r} is not a calibration: {str(error).rstrip('.')}. "
+                "Make it with calibrate(encoder, images).save(path)."
             ) from error
 
     def of_first(
