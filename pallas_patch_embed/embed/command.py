@@ -39,7 +39,7 @@ from pallas_patch_embed.embed.tables import RESERVED
 from pallas_patch_embed.embed.text_embedder import FILES, AnyEmbedder, TextEmbedder
 from pallas_patch_embed.embed.units import Files, Picture, is_url
 from pallas_patch_embed.encoders.calibration import calibration_file
-from pallas_patch_embed.encoders.checkpoint import calibration_beside, patch_dtype_for
+from pallas_patch_embed.encoders.checkpoint import calibration_beside
 from pallas_patch_embed.encoders.hub import find_checkpoint
 
 # Options that need the shards of a folder, with the values that they have if they are not given.
@@ -179,9 +179,11 @@ def run(
         def provenance_for(embedder: AnyEmbedder) -> Provenance:
             decoder = row = None
             if isinstance(embedder, TextEmbedder):
-                preprocessing = embedder.preprocessing
+                # Texts have no patches; their manifests say bfloat16.
+                preprocessing, patch_dtype = embedder.preprocessing, "bfloat16"
             else:
                 preprocessing = str(embedder.preprocessing)
+                patch_dtype = embedder.encoder.patch_embed.dtype
                 if (default := embedder.preprocessing.defaults_of) is not None:
                     progress.say(
                         "There is no preprocessor_config.json beside the checkpoint. Pictures are "
@@ -194,17 +196,15 @@ def run(
                 if embedder.row is not None:
                     row = embedder.row._asdict()
             hashed = CheckpointHash(checkpoint, deciding)
-            # Texts have no patches; their manifests say bfloat16.
-            patches = "bfloat16" if texts else patch_dtype_for(options.patch_dtype, options.dtype)
             settings = Settings(
                 checkpoint_sha256=hashed.sha256,
                 preprocessing=preprocessing,
-                patch_dtype=patches,
+                patch_dtype=patch_dtype,
                 normalize=options.normalize,
                 embedding_dtype=options.embedding_dtype,
                 image_column=options.image_column,
                 keep=list(options.keep),
-                arithmetic=ARITHMETIC[patches],
+                arithmetic=ARITHMETIC[patch_dtype],
                 output=options.output,
                 tower="text" if texts else "vision",
                 text_column=options.text_column,

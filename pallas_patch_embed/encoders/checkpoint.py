@@ -125,7 +125,7 @@ def load_encoder(
         the fault.
     """
     load = _Load(
-        patch_dtype=patch_dtype_for(patch_dtype, dtype),
+        given_patch_dtype=None if patch_dtype is None else check_dtype(patch_dtype, "patch_dtype"),
         **check_layers_dtype(dtype, calibration, min_cosine),
         config=config,
         interpolation=None if interpolation is None else check_interpolation(interpolation),
@@ -166,7 +166,7 @@ def load_siglip(
       FileNotFoundError, OSError, TypeError, ValueError: as for `pallas_patch_embed.load_encoder`.
     """
     load = _Load(
-        patch_dtype=patch_dtype_for(patch_dtype, dtype),
+        given_patch_dtype=None if patch_dtype is None else check_dtype(patch_dtype, "patch_dtype"),
         dtype=check_dtype(dtype, "dtype", OUT_DTYPES),
         config=config,
         interpolation=check_interpolation(interpolation),
@@ -200,7 +200,7 @@ def load_encoder_for_side(
     """
     size = None if side is None else _check_image_size(side)
     load = _Load(
-        patch_dtype=patch_dtype_for(patch_dtype, dtype),
+        given_patch_dtype=patch_dtype,
         layers=layers,
         **check_layers_dtype(dtype, calibration, min_cosine),
     )
@@ -229,12 +229,12 @@ class _Load:
     """The arguments of a `load_encoder`, after their checks.
 
     Attributes:
-      patch_dtype, dtype, interpolation, layers, config, grid, calibration, min_cosine: as for the
-        functions above.
+      given_patch_dtype: the argument patch_dtype of the functions above.
+      dtype, interpolation, layers, config, grid, calibration, min_cosine: as for these functions.
       family: the only family that is allowed; None for all.
     """
 
-    patch_dtype: str
+    given_patch_dtype: str | None
     dtype: str = "bfloat16"
     interpolation: Interpolation | None = None
     layers: int | None = None
@@ -243,6 +243,12 @@ class _Load:
     family: str | None = None
     calibration: Calibration | None = None
     min_cosine: float | None = None
+
+    @property
+    def patch_dtype(self) -> str:
+        """The dtype of the patch embedding."""
+        default = "float32" if self.dtype == "float32" else "bfloat16"
+        return self.given_patch_dtype or default
 
     def run(self, path: Path, size_for: Callable[[Config], tuple[int, int] | None]) -> Encoder:
         """Loads the encoder in this file or folder, for images of the size `size_for(config)`."""
@@ -464,13 +470,6 @@ def calibration_in(path: Path, tower: str = "vision") -> Calibration | None:
     """Reads the calibration beside a checkpoint; None if there is none."""
     beside = calibration_beside(path, tower)
     return Calibration.load(beside) if beside.is_file() else None
-
-
-def patch_dtype_for(patch_dtype: Any, dtype: Any) -> str:
-    """Returns the name of the patch embedding's dtype; for None that beside layers of `dtype`."""
-    if patch_dtype is None:
-        return "float32" if check_dtype(dtype, "dtype", LAYER_DTYPES) == "float32" else "bfloat16"
-    return check_dtype(patch_dtype, "patch_dtype")
 
 
 def check_layers_dtype(

@@ -36,8 +36,8 @@ class Program:
 
     def __call__(self, encoder: Any, *arrays: Any, kept: tuple[int, ...], rows: int) -> Any:
         """Computes function(encoder, *arrays, kept) for so many rows of tokens."""
-        # The number of rows of an exported program may be symbolic. Whether a call is traced takes
-        # longest to find out.
+        # The number of rows of an exported program may be symbolic. `is_traced` comes last, because
+        # it takes the longest.
         many = isinstance(rows, int) and rows >= FEWEST_ROWS
         alone = many and cuda_is_installed() and not is_traced(encoder, *arrays)
         return (self._alone if alone else self._inside)(encoder, *arrays, kept=kept)
