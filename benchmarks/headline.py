@@ -2,8 +2,8 @@
 
   python -m benchmarks.headline
 
-It reads the newest records of these benchmarks on an H200, draws headline.png, and
-headline_dark.png for dark pages, beside them, and prints the table:
+It draws headline.png, and headline_dark.png for dark pages, and prints the table. The numbers are
+the newest records on an H200 of these benchmarks:
 
   benchmarks.encoder_peers    encoder_peers.jsonl: whole encoders, many pictures a call and one
   benchmarks.images           images.jsonl: the patch embedding of 4736 images
@@ -42,9 +42,11 @@ OPERATORS = {
 }
 OURS = "this library"
 
-# Colours of this library's bars and of the others', and of the text, on light and dark pages.
-COLOURS = {"headline.png": ("#0969da", "#afb8c1", "#1f2328", "#ffffff")}
-COLOURS["headline_dark.png"] = ("#4493f8", "#656c76", "#f0f6fc", "#0d1117")
+# Colours of this library's bars, of the others', of the text and of the page, by picture.
+COLOURS = {
+    "headline.png": ("#0969da", "#afb8c1", "#1f2328", "#ffffff"),
+    "headline_dark.png": ("#4493f8", "#656c76", "#f0f6fc", "#0d1117"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,7 @@ SHORT = ("clip", "dinov2_swiglu", "dinov3", "deit", "vit", "open_clip_siglip", "
 @pytest.mark.parametrize(
     "name, patch_dtype, dtype",
     keep(
-        # All checkpoints in bfloat16, and each in two of the other pairs of dtypes.
+        # All checkpoints in bfloat16, and each in one or two of the other pairs of dtypes.
         [
             (name, *dtypes)
             for i, name in enumerate(NAMES)

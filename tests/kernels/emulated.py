@@ -40,7 +40,10 @@ SOME_OR_ALL = pytest.mark.parametrize(
     "schedules_of",
     [
         lambda number: [SCHEDULES[(number + i) % len(SCHEDULES)] for i in (0, 3)],
-        pytest.param(lambda _: SCHEDULES, marks=pytest.mark.exhaustive("it takes 15 minutes")),
+        pytest.param(
+            lambda _: SCHEDULES,
+            marks=pytest.mark.exhaustive("it takes about 20 minutes on one core"),
+        ),
     ],
     ids=["two schedules", "all schedules"],
 )
