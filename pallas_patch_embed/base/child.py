@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pallas_patch_embed.base.devices import NoDeviceError
 from pallas_patch_embed.base.ending import WORDS
 
-# The child sends one of these after the last message of an answer.
+# The child sends one of these with the last message of an answer, or after it.
 DONE, NO_DEVICE = "done", "no device"
 
 # Seconds to wait for the end of a process: after its connection was closed, after it was killed.
@@ -57,15 +57,16 @@ class Child:
 
     Args:
       answer: function that the child calls for each request, with a function that sends a message
-        and with the arguments of the request. It must be a function of a module, because it is
-        pickled; messages must be picklable too.
+        and with the arguments of the request. What it returns is the last message, unless it is
+        None. It must be a function of a module, because it is pickled; messages must be picklable
+        too.
       patience: function from the last message (None at the beginning of an answer) to the seconds
         in which the next message must come.
       wait: function that waits for a message.
     """
 
     def __init__(
-        self, answer: Callable[..., None], patience: Callable[[Any], float], wait: Wait = poll
+        self, answer: Callable[..., Any], patience: Callable[[Any], float], wait: Wait = poll
     ):
         self._answer, self._patience, self._wait = answer, patience, wait
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -111,6 +112,8 @@ class Child:
                 self._answering = False
                 if kind == NO_DEVICE:
                     raise NoDeviceError(message)
+                if message is not None:
+                    yield message
                 return
             yield message
 
@@ -190,7 +193,7 @@ def _words(code: int | None) -> str:
     return f"with exit code {code}"
 
 
-def _serve(connection: Connection, answer: Callable[..., None]) -> None:
+def _serve(connection: Connection, answer: Callable[..., Any]) -> None:
     """The child's main function."""
     # A terminal sends signals to both processes, and the parent decides what to do.
     for name in WORDS:
@@ -201,8 +204,8 @@ def _serve(connection: Connection, answer: Callable[..., None]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             try:
-                answer(lambda message: connection.send(("message", message)), *connection.recv())
+                last = answer(lambda m: connection.send(("message", m)), *connection.recv())
             except NoDeviceError as error:
                 connection.send((NO_DEVICE, str(error)))
             else:
-                connection.send((DONE, None))
+                connection.send((DONE, last))

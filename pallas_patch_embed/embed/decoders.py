@@ -29,15 +29,22 @@ from pallas_patch_embed.embed.units import Content, Entry, Origin, Picture, Sour
 DECODED_HERE = 512
 
 # Number of pictures in a request to a decoder.
-ASKED = 8
+ASKED = 16
 
 # Smallest number of batches that are decoded ahead, and of requests ahead for each decoder.
 BATCHES_AHEAD, REQUESTS_AHEAD = 2, 2
 
 
 class Written(NamedTuple):
-    """A `Decoded` whose image a process has written into its slot."""
+    """A `Decoded` whose image a process has written into slots.
 
+    Attributes:
+      begin: the byte of the slots where the image begins.
+      size: (height, width).
+      notes, origin, whole: as in `Decoded`.
+    """
+
+    begin: int
     size: tuple[int, int]
     notes: tuple[str, ...]
     origin: Origin | None
@@ -69,16 +76,25 @@ class Decoders:
       workers: number of decoders. A single decoder needs no process.
       budget: the bound on the memory for encoded pictures and for their pixels.
       rows: largest number of pictures in a batch.
+      held: number of batches whose images stay valid when the batch after them is requested.
     """
 
-    def __init__(self, preprocessing: Preprocessing, workers: int, budget: Budget, rows: int):
+    def __init__(
+        self,
+        preprocessing: Preprocessing,
+        workers: int,
+        budget: Budget,
+        rows: int,
+        held: int = 0,
+    ):
         self._preprocessing, self._budget, self._rows = preprocessing, budget, rows
         # Number of bytes that are reserved for a first request. Only larger pictures need a second
         # request.
         self._share = budget.share(workers)
         self._here = DECODED_HERE if workers > 1 else math.inf
-        # Number of batches in memory: the one that is used, and those that are decoded ahead.
-        self._batches = 1 + batches_ahead(workers, rows)
+        # Number of batches that are decoded and have not been yielded, and of those in memory.
+        self._ahead = 1 + batches_ahead(workers, rows)
+        self._batches = self._ahead + held
         self._slots = Slots(self._batches * rows, preprocessing.most_bytes)
         self._threads = ThreadPoolExecutor(workers)
         self._own = threading.local()
@@ -107,7 +123,7 @@ class Decoders:
         """Yields batches of entries with their images, in order, and decodes later batches ahead.
 
         A picture becomes a `Decoded`, or the reason why it has no image. The memory of images is
-        reused, so they are valid only until the next batch is requested.
+        reused, so they are valid only until the next batch is requested, or `held` batches later.
         """
         rest = iter(pictures)
         ahead: collections.deque[tuple[list[Entry], Decoding]] = collections.deque()
@@ -116,7 +132,7 @@ class Decoders:
             if not entries:
                 break
             ahead.append((entries, decoding))
-            if len(ahead) == self._batches:
+            if len(ahead) == self._ahead:
                 yield _finished(*ahead.popleft())
         while ahead:
             yield _finished(*ahead.popleft())
@@ -198,9 +214,9 @@ class Decoders:
         finally:
             mailbox.empty()
         answers: list[Answer] = []
-        for i, (answer, open_) in enumerate(zip(sent, opens)):
+        for answer, open_ in zip(sent, opens):
             if isinstance(answer, Written):
-                image = self._slots.image(slot + i, *answer.size)
+                image = self._slots.image(answer.begin, *answer.size)
                 answers.append(Decoded(image, answer.notes, answer.origin, answer.whole))
             else:
                 answers.append(answer + _in_memory([open_]) if isinstance(answer, int) else answer)
@@ -266,19 +282,24 @@ def _answer(
     preprocessing: Preprocessing,
     slots: Slots,
     mailbox: Mailbox,
-    send: Send,
+    _: Send,
     slot: int,
     opens: Sequence[Open | tuple[int, int]],
     size: int,
-) -> None:
-    """Decodes a request's pictures into the slots that begin at `slot`, and sends their answers.
+) -> list[Sent]:
+    """Decodes a request's pictures into the slots that begin at `slot`; returns their answers.
+
+    The images follow each other, so that they can be copied to a device together.
 
     Args:
       opens: for each picture the function that opens it, or where its content is in the mailbox.
       size: number of bytes that are reserved for each picture.
     """
 
+    end = slot * slots.size
+
     def answer(slot: int, open_: Open | tuple[int, int]) -> Sent:
+        nonlocal end
         if isinstance(open_, tuple):
             place = open_
 
@@ -287,13 +308,16 @@ def _answer(
                 return mailbox.read(*place)
 
         result = _decoded(preprocessing, open_, size)
+        if isinstance(result, int):  # It is requested again, into its own slot.
+            end = (slot + 1) * slots.size
         if not isinstance(result, Decoded):
             return result
         try:
-            shape = slots.put(slot, result.image)
+            slots.put(end, result.image)
         except ValueError as error:
             return reason(error)
-        return Written(shape, *result[1:])
+        begin, end = end, end + result.image.nbytes
+        return Written(begin, result.image.shape[:2], *result[1:])
 
     with quiet():
-        send(list(map(answer, itertools.count(slot), opens)))
+        return list(map(answer, itertools.count(slot), opens))

@@ -2,7 +2,7 @@
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from pallas_patch_embed.embed.output import UnfinishedError
 
@@ -23,6 +23,30 @@ def temporary_database(*tables: str) -> sqlite3.Connection:
     return database
 
 
+# Number of marks of a filter, a power of two, and of new ids that are written together.
+MARKS, TOGETHER = 2**23, 4096
+
+
+class Filter:
+    """A Bloom filter of ids with two marks for each: it knows of most new ids that they are new.
+
+    It knows this of 95% of one million ids. To look for an id in a database takes 5 us, and with
+    many threads 25, because it releases Python's global lock.
+    """
+
+    def __init__(self) -> None:
+        self._marks = bytearray(MARKS)
+
+    def add(self, id: bytes) -> bool:
+        """Adds an id; returns whether it is certainly new."""
+        marks, number = self._marks, hash(id)
+        first, second = number % MARKS, number // MARKS % MARKS
+        if marks[first] and marks[second]:
+            return False
+        marks[first] = marks[second] = 1
+        return True
+
+
 class Ids:
     """A set of ids in a temporary SQLite database on disk, which keeps a few MB in memory.
 
@@ -31,22 +55,28 @@ class Ids:
 
     def __init__(self) -> None:
         self._database = temporary_database("ids (id BLOB PRIMARY KEY)")
+        self._filter = Filter()
+        # Ids that are not in the database yet.
+        self._new: list[bytes] = []
 
     def add(self, id: bytes) -> bool:
         """Adds an id; returns whether it is new."""
-        with room():
-            added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?)", (id,))
-        return added.rowcount == 1
+        if not self._filter.add(id):
+            self._write()
+            with room():
+                added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?)", (id,))
+            return added.rowcount == 1
+        self._new.append(id)
+        if len(self._new) == TOGETHER:
+            self._write()
+        return True
 
-    def update(self, ids: Iterable[bytes]) -> None:
-        """Adds several ids."""
-        rows = ((id,) for id in ids)
+    def _write(self) -> None:
         with room():
-            self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?)", rows)
-
-    def __contains__(self, id: bytes) -> bool:
-        found = self._database.execute("SELECT 1 FROM ids WHERE id = ?", (id,))
-        return found.fetchone() is not None
+            self._database.executemany(
+                "INSERT INTO ids VALUES (?)", [(id,) for id in sorted(self._new)]
+            )
+        self._new.clear()
 
 
 @contextlib.contextmanager

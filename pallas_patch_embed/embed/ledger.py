@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_patch_embed.embed.ids import room, temporary_database
+from pallas_patch_embed.embed.ids import TOGETHER, Filter, room, temporary_database
 from pallas_patch_embed.embed.units import Entry, Origin
 
 # Values of a version that is not known.
@@ -97,6 +97,7 @@ class Ledger:
       embeds_changed: whether pictures that have changed are embedded again.
 
     Attributes:
+      has_earlier: whether earlier runs have written pictures.
       only_ids: whether there are pictures of which only the ids are known, because an earlier
         version recorded no origins.
       stale: shards with rows that are not valid any more.
@@ -113,9 +114,12 @@ class Ledger:
             "ids (key BLOB PRIMARY KEY, picture BLOB, now INTEGER)",
             "claims (key BLOB PRIMARY KEY, picture BLOB)",
         )
+        # All ids in the table of ids, and those of this run that are not in it yet.
+        self._filter = Filter()
+        self._taken: list[tuple[bytes, bytes]] = []
         self._unique_ids, self._retry = unique_ids, retry
         self._embeds_changed = embeds_changed
-        self._has_earlier = False
+        self.has_earlier = False
         self.only_ids = False
         self.stale: set[int] = set()
 
@@ -130,7 +134,7 @@ class Ledger:
           failed: whether they have no embedding.
           over_failed: whether they are valid even if a later shard says that they failed.
         """
-        self._has_earlier |= len(entries) > 0
+        self.has_earlier |= len(entries) > 0
         self.only_ids |= not all(entry.origin.source for entry in entries)
         if over_failed:
             self._forget_failed(map(key, entries))
@@ -152,12 +156,12 @@ class Ledger:
         A row is not valid if a later shard has its id for a newer version of its source: the source
         has it in another row now.
         """
+        rows = [(_id_key(entry.id), key(entry)) for entry in entries]
+        for id_key, _ in rows:
+            self._filter.add(id_key)
         before = self._database.total_changes
         with room():
-            self._database.executemany(
-                "INSERT OR IGNORE INTO ids VALUES (?,?,0)",
-                [(_id_key(entry.id), key(entry)) for entry in entries],
-            )
+            self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?,?,0)", rows)
         if self._database.total_changes - before == len(entries):
             return
         for entry in entries:
@@ -167,7 +171,7 @@ class Ledger:
 
     def written(self, entries: Sequence[Entry], shard: int, *, failed: bool) -> None:
         """Records the pictures in a new shard, instead of the shards that had them before."""
-        if self._has_earlier:
+        if self.has_earlier:
             before = map(self.shard_of, entries)
             self.stale.update(earlier for earlier in before if earlier is not None)
         if self.only_ids and not failed:
@@ -203,15 +207,26 @@ class Ledger:
         """
         if not self._unique_ids:
             return True
+        row = (_id_key(entry.id), key(entry))
+        if self._filter.add(row[0]):
+            self._taken.append(row)
+            if len(self._taken) == TOGETHER:
+                self._write_taken()
+            return True
         holder = self._holder(entry)
         if holder is not None:
             if not (self._embeds_changed and self._is_older(holder, entry)):
                 return False
             self._forget(holder)
         with room():
-            row = (_id_key(entry.id), key(entry))
             self._database.execute("INSERT OR REPLACE INTO ids VALUES (?,?,1)", row)
         return True
+
+    def _write_taken(self) -> None:
+        """Writes the ids that are not in the database yet."""
+        with room():
+            self._database.executemany("INSERT INTO ids VALUES (?,?,1)", sorted(self._taken))
+        self._taken.clear()
 
     def waits_for_change(self, entry: Entry) -> bool:
         """Returns whether a new picture could have its id if changed pictures were embedded."""
@@ -220,6 +235,7 @@ class Ledger:
 
     def _holder(self, entry: Entry) -> bytes | None:
         """Returns the key of another picture that has the id of this one."""
+        self._write_taken()
         found = self._database.execute(
             "SELECT picture FROM ids WHERE key = ?", (_id_key(entry.id),)
         ).fetchone()
@@ -251,6 +267,7 @@ class Ledger:
             (old,) = found
             if not entry.origin.row:
                 return entry._replace(id=old)
+            self._write_taken()
             self._database.execute(
                 "DELETE FROM ids WHERE key = ? AND picture = ?", (_id_key(old), key(entry))
             )
@@ -298,6 +315,7 @@ class Snapshot:
 
     Attributes:
       records: sorted records.
+      has_earlier: whether earlier runs have written pictures.
       only_ids: whether there are pictures of which only the ids are known.
     """
 

@@ -17,7 +17,7 @@ from pallas_patch_embed.embed.output import SAME_ID, Output
 from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.embed.preprocessing import Decoded
 from pallas_patch_embed.embed.progress import Progress
-from pallas_patch_embed.embed.resizing import largest_whole
+from pallas_patch_embed.embed.resizing import HELD, largest_whole
 from pallas_patch_embed.embed.tables import with_kept
 from pallas_patch_embed.embed.text_embedder import AnyEmbedder, TextEmbedder, Tokenizing
 from pallas_patch_embed.embed.units import Entry, Picture, described
@@ -84,7 +84,9 @@ def run(
     def finish_oldest() -> None:
         entries, finish = embedding.popleft()
         result = finish()
-        reasons = [why_not_written(each, options.embedding_dtype) for each in result]
+        reasons = [""] * len(entries)
+        if result.dtype == object or why_not_written(result, options.embedding_dtype):
+            reasons = [why_not_written(each, options.embedding_dtype) for each in result]
         good = [not why for why in reasons]
         output.add(list(itertools.compress(entries, good)), list(itertools.compress(result, good)))
         for entry, why in zip(entries, reasons):
@@ -94,21 +96,27 @@ def run(
 
     new = _new_pictures(pictures, output, progress, fail, Changes.of(options))
     decoding: Decoders | Tokenizing
+    resizer = None
     if isinstance(embedder, TextEmbedder):
         decoding = Tokenizing(embedder.tokenizer, embedder.rows)
     else:
         workers, preprocessing = options.workers or default_workers(), embedder.preprocessing
-        if embedder.resizer is not None:
+        held = 0
+        resizer = embedder.resizer
+        if resizer is not None:
+            held = HELD
             # Those that are decoded ahead, that is decoded last, that are copied and computed.
-            batches = batches_ahead(workers, embedder.rows) + 1 + COMPUTED_AHEAD + 1
+            batches = batches_ahead(workers, embedder.rows) + 1 + held + COMPUTED_AHEAD + 1
             preprocessing = dataclasses.replace(
                 preprocessing, whole=largest_whole(batches * embedder.rows)
             )
-        decoding = Decoders(preprocessing, workers, Budget(), embedder.rows)
+        decoding = Decoders(preprocessing, workers, Budget(), embedder.rows, held)
     with decoding as decoders:
         for batch, results in decoders.decode(new):
             receive(batch, results)
             start(last=False)
+            if resizer is not None:
+                resizer.copied()
             while len(embedding) > COMPUTED_AHEAD:
                 finish_oldest()
     start(last=True)
@@ -129,7 +137,8 @@ def _new_pictures(
         entry = picture.entry
         if not met.add(key(entry)):
             continue  # It was named twice.
-        state = ledger.state(entry)
+        # Pictures that this run has written were met before.
+        state = ledger.state(entry) if ledger.has_earlier else State.NEW
         if state is State.CHANGED and not changes.embedded:
             progress.has_changed(entry.id)
         elif state in (State.DONE, State.FAILED):

@@ -4,7 +4,6 @@ import collections
 import functools
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
+from numpy.lib.array_utils import byte_bounds
 
 from pallas_patch_embed.embed.preprocessing import Preprocessing, Whole
 from pallas_patch_embed.layers.resize import (
@@ -27,20 +27,24 @@ from pallas_patch_embed.layers.resize import (
 )
 
 # Number of pictures in a call. They are padded to the largest of them, so they are sorted by size.
-CALL = 16
+CALL = 32
 
-# Number of batches in the memory from which a device copies: one is copied while the next is
-# written. It is used again, because the first access to a page of new memory takes longer than
-# copying a picture: 37 MB of pictures take 23 ms into new memory and 14 ms into used memory.
-KEPT = 2
+# Size in bytes of the pieces that are copied to a device. XLA copies an array that is not in pinned
+# memory with one thread: 36 MB of pictures took 6.2 ms as one array and 1.7 ms in 16 pieces.
+PIECE = 2**20
 
-# Number of threads that copy pictures into this memory, without Python's global lock. One thread
-# copied 500 x 375 pixels in 0.1 ms, which alone would limit `embed` to 10000 pictures/s.
-COPIERS = 4
+# Fewest pieces in a program.
+FEWEST_PIECES = 16
+
+# Number of batches whose pictures may still be copied when the batch after them is decoded.
+HELD = 2
 
 # Memory in bytes for whole pictures on their way to the devices. Pictures whose number is so large
 # that they would need more are resized on the host.
-MEMORY = 2**31
+MEMORY = 3 * 2**30
+
+# Largest size in bytes of the images of a batch, whose places are int32.
+MOST_BATCH = 2**30
 
 
 def largest_whole(pictures: int) -> Whole:
@@ -57,7 +61,7 @@ def refusal(preprocessing: Preprocessing, batch: int) -> str:
     """
     if preprocessing.size is None:
         return "the images of a NaFlex encoder have different sizes"
-    if max(preprocessing.size) > MOST_SIDE or batch * preprocessing.most_bytes > MEMORY // 2:
+    if max(preprocessing.size) > MOST_SIDE or batch * preprocessing.most_bytes > MOST_BATCH:
         return "the images of a batch are too large"
     if _filter(preprocessing) not in FILTERS:
         return f"the filter is {_filter(preprocessing)}, expected one of {', '.join(FILTERS)}"
@@ -93,10 +97,46 @@ def _order_of_pillow() -> bool | None:
     return None
 
 
-def _rounded(size: int) -> int:
-    """Rounds a number of bytes up by at most an eighth, so that there are few programs."""
-    step = 2 ** max(size.bit_length() - 4, 0)
-    return -(-size // step) * step
+def _pieces(memory: np.ndarray, begin: int, end: int) -> tuple[list[np.ndarray], int]:
+    """Returns pieces of memory, one after another, with the bytes from `begin` to `end`.
+
+    They are views, unless the memory is too small for whole pieces.
+
+    Returns:
+      The pieces, and where `begin` is in them.
+    """
+    size = -(-(end - begin) // PIECE) * PIECE
+    first = min(begin, len(memory) - size)
+    if first < 0:
+        copied = np.zeros(size, np.uint8)
+        copied[: end - begin] = memory[begin:end]
+        memory, begin, first = copied, 0, 0
+    return np.split(memory[first : first + size], size // PIECE), begin - first
+
+
+def _places(pictures: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
+    """Returns for each picture memory that it is in, as an array of bytes, and where it begins.
+
+    A picture whose memory is its own is copied, together with all others of this kind.
+    """
+    found: dict[int, tuple[np.ndarray, int]] = {}
+    for i, picture in enumerate(pictures):
+        memory = picture.base
+        if isinstance(memory, np.ndarray) and memory.ndim == 1 and picture.flags.c_contiguous:
+            found[i] = memory, byte_bounds(picture)[0] - byte_bounds(memory)[0]
+    alone = [i for i in range(len(pictures)) if i not in found]
+    if alone:
+        ends = np.cumsum([pictures[i].size for i in alone])
+        joined = np.empty(-(-ends[-1] // PIECE) * PIECE, np.uint8)
+        np.concatenate([pictures[i].reshape(-1) for i in alone], out=joined[: ends[-1]])
+        found |= {i: (joined, end - pictures[i].size) for i, end in zip(alone, ends.tolist())}
+    return [found[i] for i in range(len(pictures))]
+
+
+@jax.jit
+def _joined(pieces: Sequence[jax.Array]) -> jax.Array:
+    """Returns pieces as one array."""
+    return jnp.concatenate(pieces)
 
 
 @jax.jit
@@ -120,7 +160,8 @@ class _Step(NamedTuple):
 class Resizer:
     """Resizes the pictures of a batch on the devices, and crops or pads them.
 
-    The pictures of a device are copied to it together, without padding.
+    Pictures that follow each other in memory are copied to a device together, from where they are.
+    So a picture must stay unchanged until `copied` says that it was copied.
 
     Args:
       preprocessing: the conversion of pictures to images, for which there is no `refusal`.
@@ -132,10 +173,8 @@ class Resizer:
         self._preprocessing, self._split = preprocessing, split
         self._size, self._filter = preprocessing.size, _filter(preprocessing)
         self._ever_columns_first = _order_of_pillow()
-        self._threads = ThreadPoolExecutor(COPIERS)
-        # For each device the memory of its last batches, and what it copied from there.
-        self._kept: dict[jax.Device, collections.deque[tuple[np.ndarray, jax.Array]]]
-        self._kept = collections.defaultdict(collections.deque)
+        # What was copied to the devices in this batch and those before it.
+        self._copies: collections.deque[list[jax.Array]] = collections.deque([[]])
         crop = preprocessing.crop
         self._fill = crop.fill if crop is not None else (0, 0, 0)
 
@@ -157,6 +196,12 @@ class Resizer:
         ]
         shape = len(pictures), *self._size, 3
         return jax.make_array_from_single_device_arrays(shape, self._split, parts)
+
+    def copied(self) -> None:
+        """Ends a batch; waits until the pictures of the batch `HELD` batches before were copied."""
+        self._copies.append([])
+        while len(self._copies) > HELD + 1:
+            jax.block_until_ready(self._copies.popleft())
 
     def _on(
         self, device: jax.Device, pictures: Sequence[np.ndarray], whole: Sequence[bool]
@@ -201,24 +246,28 @@ class Resizer:
         self, device: jax.Device, pictures: Sequence[np.ndarray], more: int
     ) -> tuple[jax.Array, npt.NDArray[np.int32]]:
         """Starts to copy pictures and `more` bytes to a device; returns where each one begins."""
-        ends = np.cumsum([picture.size for picture in pictures])
-        size, kept = _rounded(int(ends[-1]) + more), self._kept[device]
-        memory = np.empty(0, np.uint8)
-        if len(kept) == KEPT:
-            memory, copied = kept.popleft()
-            copied.block_until_ready()
-        if memory.size < size:
-            memory = np.empty(size, np.uint8)
-        begins = np.array([0, *ends[:-1]], np.int32)
-
-        def copy(first: int) -> None:
-            for i in range(first, len(pictures), COPIERS):
-                memory[begins[i] : ends[i]] = pictures[i].reshape(-1)
-
-        list(self._threads.map(copy, range(COPIERS)))
-        packed = jax.device_put(memory[:size], device, may_alias=False)
-        kept.append((memory, packed))
-        return packed, begins
+        runs: list[tuple[np.ndarray, int, int]] = []  # The memory, where it begins, where it ends.
+        of_run, begins = np.empty((2, len(pictures)), np.int64)
+        for i, (memory, begin) in enumerate(_places(pictures)):
+            if runs and runs[-1][0] is memory and runs[-1][2] == begin:
+                first = runs.pop()[1]
+            else:
+                first = begin
+            of_run[i], begins[i] = len(runs), begin - first
+            runs.append((memory, first, begin + pictures[i].size))
+        pieces: list[np.ndarray] = []
+        offsets = []
+        for run in runs:
+            added, begin = _pieces(*run)
+            offsets.append(len(pieces) * PIECE + begin)
+            pieces += added
+        end = offsets[-1] + runs[-1][2] - runs[-1][1]
+        # There are few programs, because the number of pieces is a power of two.
+        number = max(FEWEST_PIECES, 1 << (-(-(end + more) // PIECE) - 1).bit_length())
+        copies = jax.device_put(pieces, device, may_alias=False)
+        self._copies[-1] += copies
+        packed = _joined([*copies, *copies[-1:] * (number - len(copies))])
+        return packed, (np.array(offsets)[of_run] + begins).astype(np.int32)
 
     def _step(self, picture: np.ndarray, whole: bool) -> _Step:
         """Returns how a picture is resized; one that is not whole stays as it is."""

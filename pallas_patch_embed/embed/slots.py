@@ -72,10 +72,11 @@ class Mailbox:
 
 
 class Slots:
-    """Slots for one image each, in memory that this process shares with the processes it starts.
+    """Slots of memory that this process shares with the processes it starts.
 
-    The system allocates no memory for slots that were never written. Slots can be pickled only as
-    an argument of a process that is being started.
+    Each image has a slot, but a process that writes several images may write them one after another
+    into the memory of their slots. The system allocates no memory for slots that were never
+    written. Slots can be pickled only as an argument of a process that is being started.
 
     Args:
       number: number of slots.
@@ -90,7 +91,7 @@ class Slots:
     def _map(self, number: int, size: int) -> None:
         self._shape = number, size
         memory = mmap.mmap(self._file, number * size)
-        self._bytes = np.frombuffer(memory, np.uint8).reshape(number, size)
+        self._bytes = np.frombuffer(memory, np.uint8)
 
     @classmethod
     def _inherited(cls, file: Any, number: int, size: int) -> Self:
@@ -107,20 +108,22 @@ class Slots:
         os.close(self._file)
         del self._bytes
 
-    def put(self, slot: int, image: np.ndarray) -> tuple[int, int]:
-        """Copies an image [H, W, 3] uint8 into a slot; returns (H, W).
+    @property
+    def size(self) -> int:
+        """Size of a slot in bytes."""
+        return self._shape[1]
+
+    def put(self, begin: int, image: np.ndarray) -> None:
+        """Copies an image [H, W, 3] uint8 to the byte `begin` of all slots.
 
         Raises:
           ValueError: the image is larger than a slot.
         """
         height, width, _ = image.shape
-        if image.nbytes > self._shape[1]:
-            raise ValueError(
-                f"its image has {image.nbytes} bytes, expected at most {self._shape[1]}"
-            )
-        self.image(slot, height, width)[:] = image
-        return height, width
+        if image.nbytes > self.size:
+            raise ValueError(f"its image has {image.nbytes} bytes, expected at most {self.size}")
+        self.image(begin, height, width)[:] = image
 
-    def image(self, slot: int, height: int, width: int) -> np.ndarray:
-        """Returns the image [H, W, 3] in a slot, a view of the shared memory."""
-        return self._bytes[slot, : height * width * 3].reshape(height, width, 3)
+    def image(self, begin: int, height: int, width: int) -> np.ndarray:
+        """Returns the image [H, W, 3] at a byte of all slots, a view of the shared memory."""
+        return self._bytes[begin : begin + height * width * 3].reshape(height, width, 3)

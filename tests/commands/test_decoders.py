@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.lib.array_utils import byte_bounds
 from PIL import Image
 
 from pallas_patch_embed.base.files import open_regular
@@ -19,6 +20,7 @@ from pallas_patch_embed.embed import Decoder, Preprocessing, command, decoders
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget
+from pallas_patch_embed.embed.preprocessing import Whole
 from pallas_patch_embed.embed.units import Content, Picture, unreadable
 from tests.commands import opened_pictures
 from tests.commands.shard_folders import COMMAND
@@ -176,6 +178,30 @@ def test_pictures_may_be_smaller_or_larger_than_the_slots_of_their_images(in_pro
     assert images[8:] == ["it is not a picture in a format that Pillow reads"] * 3
     for found, wanted in zip(images, decoded(opened, workers=1, how=how), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+def test_images_of_a_request_follow_each_other_and_stay_as_long_as_they_are_held(
+    in_processes, held
+):
+    """A picture that needs more memory than was reserved is decoded again, into its own slot."""
+    how = Preprocessing(2, (9, 9), 3, 9, whole=Whole(3000, 50))
+    contents = [encoded(3 + i % 7, 5 + i % 3) for i in range(60)]
+    contents[2] += bytes(10**6)
+    wanted = decoded([Content(content) for content in contents], workers=1, how=how)
+    kept, begins = [], []
+    with decoders.Decoders(how, 2, Budget(4 * 10**6), 4, held) as pool:
+        for _, batch in pool.decode([Picture("", Content(content)) for content in contents]):
+            images = [each.image for each in batch]
+            kept += images
+            begins += [[byte_bounds(image)[0] - byte_bounds(images[0])[0] for image in images]]
+            valid = slice(max(len(kept) - 4 * (held + 1), 0), len(kept))
+            for image, right in zip(kept[valid], wanted[valid], strict=True):
+                np.testing.assert_array_equal(image, right)
+    sizes = np.reshape([image.size for image in wanted], (15, 4))
+    following = np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)[:, :4].tolist()
+    following[0][2:] = [2 * 3000, 3 * 3000]
+    assert begins == following
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))

@@ -112,6 +112,39 @@ def test_batches_that_were_started_before_keep_their_pictures():
         np.testing.assert_array_equal(images, wanted)
 
 
+@pytest.mark.parametrize("piece", [64, 1000, 2**20])
+def test_pictures_in_shared_memory_are_copied_from_there(monkeypatch, piece):
+    """They follow each other, or not, or share the memory's end; others have their own memory."""
+    monkeypatch.setattr(resizing, "PIECE", piece)
+    pictures = [noise(i) for i in range(12)]
+    places = [picture.size for picture in pictures[:9]]
+    begins = np.cumsum([5, *places[:2], places[2] + 700, *places[3:8]])
+    memory = np.zeros(begins[-1] + places[-1], np.uint8)
+    for i, begin in enumerate(begins):
+        view = memory[begin : begin + places[i]].reshape(pictures[i].shape)
+        view[:] = pictures[i]
+        pictures[i] = view
+    pictures[10] = np.asfortranarray(pictures[10])
+    order = [3, 4, 5, 10, 0, 1, 2, 8, 7, 6, 9, 11]
+    resizer = Resizer(how(), split())
+    found = resizer([pictures[i] for i in order], [True] * len(order))
+    wanted = [how().image(Content(encoded(np.ascontiguousarray(pictures[i])))) for i in order]
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_the_memory_of_a_batch_is_free_two_batches_later():
+    resizer, memory = Resizer(how(), split()), np.zeros((resizing.HELD + 1, 3, 90, 90, 3), np.uint8)
+    flat, results, wanted = memory.reshape(-1), [], []
+    for number in range(8):
+        place = flat[number % len(memory) * memory[0].size :][: memory[0].size]
+        pictures = place.reshape(memory[0].shape)
+        pictures[:] = [noise(3 * number + i, 90, 90) for i in range(3)]
+        wanted += [how().image(Content(encoded(picture))) for picture in pictures]
+        results.append(resizer(list(pictures), [True] * 3))
+        resizer.copied()
+    np.testing.assert_array_equal(np.concatenate(results), wanted)
+
+
 @pytest.mark.slow("compiles programs for photographs")
 @pytest.mark.parametrize("side", [224, 384])
 def test_photographs_become_the_images_of_the_host(side):

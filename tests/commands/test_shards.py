@@ -29,6 +29,7 @@ from pallas_patch_embed.embed import (
     embedder,
     exclusive,
     folder,
+    ids,
     npz,
     output,
     parquet,
@@ -374,6 +375,7 @@ def test_no_room_for_the_ids_ends_a_run_that_can_go_on(tmp_path, pictures, monke
         return add(self, id + bytes(9000 * (len(added) >= 40)))
 
     monkeypatch.setattr(Ids, "add", full)
+    monkeypatch.setattr(ids, "TOGETHER", 1)
     with pytest.raises(output.UnfinishedError, match=r"is full.*SQLITE_TMPDIR"):
         run(
             [pictures], tmp_path / "out", quiet=True
