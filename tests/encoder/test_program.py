@@ -123,3 +123,28 @@ def test_XLA_gets_the_options(monkeypatch, calls):
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         compute(2.0, 3.0, kept=(), rows=1)
     assert jax.jit(lambda x: compute(2.0, x, kept=(), rows=1))(3.0) == 6
+
+
+def test_what_was_checked_once_is_accepted_and_all_else_is_still_checked(encoder, images):
+    on_device = jax.numpy.asarray(images)
+    wanted = encoder(images).pooler_output
+    for _ in range(2):
+        np.testing.assert_array_equal(encoder(on_device).pooler_output, wanted)
+    assert encoder._accepted == {(images.shape, np.dtype("uint8"))}
+    (hidden,) = encoder(on_device, layers=-1).hidden_states
+    np.testing.assert_array_equal(hidden, encoder(images, layers=-1).hidden_states[0])
+    for other, error in (
+        (np.ma.masked_array(images, images > 9), TypeError),
+        (on_device[0], ValueError),
+        (on_device[:, 1:, :-1], ValueError),
+        (on_device.astype("int16"), TypeError),
+        (on_device.astype("float32"), ValueError),
+        (images.tolist(), TypeError),
+    ):
+        with pytest.raises(error):
+            encoder(other)
+    with pytest.raises(TypeError):
+        encoder(on_device, mask=np.ones((2, 4)))
+    wrong = dataclasses.replace(encoder, patch_embed=dataclasses.replace(encoder.patch_embed, K=3))
+    with pytest.raises(ValueError):
+        wrong(on_device)
