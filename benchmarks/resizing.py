@@ -97,7 +97,7 @@ def check(pictures: list[np.ndarray], side: int, name: str) -> None:
     """Raises RuntimeError if a pixel that the device computes differs from Pillow's."""
     from PIL import Image
 
-    found = Resizer(preprocessing(side, name), sharding())(pictures, [True] * len(pictures))
+    found = Resizer(preprocessing(side, name), sharding()).copy(pictures, [True] * len(pictures))()
     for picture, image in zip(pictures, np.asarray(found), strict=True):
         filter = Image.Resampling[name.upper()]
         if not np.array_equal(image, Image.fromarray(picture).resize((side, side), filter)):
@@ -164,7 +164,7 @@ def copies(pictures: list[np.ndarray], side: int) -> dict[str, Callable[[], Any]
         "transfer": lambda: jax.device_put(pixels, device),
         "transfer, padded": lambda: jax.device_put(rows, device),
         "transfer of images": lambda: jax.device_put(images, device),
-        "all, and resize": lambda: resizer(pictures, [True] * len(pictures)),
+        "all, and resize": lambda: resizer.copy(pictures, [True] * len(pictures))(),
     }
     if pinned is not None:
         on_device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")

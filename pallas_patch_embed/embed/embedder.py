@@ -220,6 +220,8 @@ class Embedder:
             self.row = Row(self.batch * largest, self.batch + self.batch // PLACE_MORE)
         self.device_kind = mesh.devices.flat[0].device_kind
         self._split = NamedSharding(mesh, PartitionSpec("batch"))
+        # Computes the images that were copied last.
+        self._copying: Callable[[], object] = lambda: None
         self.resizer, self.not_resized = None, ""
         if resize == "device" or (resize == "auto" and mesh.devices.flat[0].platform == "gpu"):
             self.not_resized = refusal(self.preprocessing, self.batch)
@@ -264,13 +266,23 @@ class Embedder:
         padded = [*images, *[images[0]] * (self.rows - n)]
         if any(whole):
             assert self.resizer is not None
-            stacked = self.resizer(padded, [*whole, *[whole[0]] * (self.rows - n)])
+            resized = self.resizer.copy(padded, [*whole, *[whole[0]] * (self.rows - n)])
         else:
             stacked = jax.device_put(np.stack(padded), self._split)
-        computed = self._compute(self.encoder, stacked)
+
+            def resized() -> jax.Array:
+                return stacked
+
+        @functools.cache
+        def compute() -> jax.Array:
+            return self._compute(self.encoder, resized())
+
+        # What uses arrays that are still being copied is started later, because its start waits.
+        before, self._copying = self._copying, compute
+        before()
 
         def finish() -> np.ndarray:
-            result = np.asarray(computed[:n], np.float32)
+            result = np.asarray(compute()[:n], np.float32)
             return self._normalized(result.reshape(n, *self._shape_for(images[0])))
 
         return finish

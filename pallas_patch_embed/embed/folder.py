@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,6 +121,9 @@ class Folder:
         )
         self._rows: list[tuple[Entry, np.ndarray]] = []
         self._errors: list[tuple[Entry, str]] = []
+        # A full shard is encoded in another thread, because this takes 50 us for an embedding.
+        self._encoder = ThreadPoolExecutor(1)
+        self._encoding: tuple[list[Entry], Future[bytes]] | None = None
         # The ledger knows shards by their place in this list.
         self._shards: list[Shard] = []
         self._since, self._bytes = 0.0, 0
@@ -260,7 +264,8 @@ class Folder:
                 new = with_entries(table, entries).filter(valid)
                 left = list(itertools.compress(entries, valid))
                 new_part = EMBEDDINGS if old.part == EMBEDDINGS else ERRORS
-                self._write_shard(new_part, new, left, about or self._earlier_about())
+                content = parquet_bytes(new, about or self._earlier_about())
+                self._write_shard(new_part, content, left)
             self._remove([old.name])
         stale.clear()
 
@@ -358,9 +363,11 @@ class Folder:
 
     @ending.deferred()
     def add(self, entries: Sequence[Entry], embeddings: Iterable[np.ndarray]) -> None:
+        if self._encoding is not None and self._encoding[1].done():
+            self._write_encoded()
         for entry, embedding in zip(entries, embeddings):
             if self._bytes >= SHARD_BYTES:
-                self.flush()
+                self._encode()
             self._begin()
             row = embedding.astype(self.embedding_dtype)
             self._rows.append((entry, row))
@@ -383,31 +390,44 @@ class Folder:
             self._since = time.monotonic()
 
     def _write_if_due(self) -> None:
-        rows = max(len(self._rows), len(self._errors))
-        is_full = rows >= SHARD_ROWS or self._bytes >= SHARD_BYTES
-        if is_full or time.monotonic() - self._since > SHARD_SECONDS:
+        if len(self._rows) >= SHARD_ROWS or self._bytes >= SHARD_BYTES:
+            self._encode()
+        elif len(self._errors) >= SHARD_ROWS or time.monotonic() - self._since > SHARD_SECONDS:
             self.flush()
+
+    def _encode(self) -> None:
+        """Starts to encode a shard, which is written when the next rows are added."""
+        self._write_encoded()
+        entries, rows = map(list, zip(*self._rows))
+        encoded = self._encoder.submit(_encoded, entries, rows, self.kept, self.about)
+        self._encoding = entries, encoded
+        self._rows, self._bytes = [], 0
+
+    def _write_encoded(self) -> None:
+        """Writes the shard that is being encoded, if there is one."""
+        if self._encoding is not None:
+            entries, encoded = self._encoding
+            self._write_shard(EMBEDDINGS, encoded.result(), entries)
+            self._encoding = None
+            self._say()
 
     @ending.deferred()
     def flush(self) -> None:
         """Writes everything that is not yet in a shard."""
+        self._write_encoded()
         if self._rows:
-            entries = [entry for entry, _ in self._rows]
-            table = embeddings_table(entries, [row for _, row in self._rows], self.kept)
-            self._write_shard(EMBEDDINGS, table, entries, self.about)
-            self._rows.clear()
-            self._bytes = 0
+            self._encode()
+            self._write_encoded()
         if self._errors:
             entries = [entry for entry, _ in self._errors]
-            self._write_shard(ERRORS, errors_table(self._errors), entries, self.about)
+            content = parquet_bytes(errors_table(self._errors), self.about)
+            self._write_shard(ERRORS, content, entries)
             self._errors.clear()
         self._say()
 
-    def _write_shard(
-        self, part: str, table: Any, entries: Sequence[Entry], about: Mapping[str, Any]
-    ) -> None:
+    def _write_shard(self, part: str, content: bytes, entries: Sequence[Entry]) -> None:
         shard = Shard(self._next, part)
-        self._write(shard.name, parquet_bytes(table, about))
+        self._write(shard.name, content)
         self._written(shard, entries)
 
     def _written(self, shard: Shard, entries: Sequence[Entry]) -> None:
@@ -481,7 +501,7 @@ class Folder:
                 with self._place.open(partial) as file:
                     whole = pyarrow.parquet.read_table(file).take(places)
                 whole = with_entries(whole, written)
-                self._write_shard(part, whole, written, self.about)
+                self._write_shard(part, parquet_bytes(whole, self.about), written)
             self._remove([partial])
         self._say()
         return [(entry, reasons[i]) for entry, i in zip(written, places)] + refused
@@ -525,6 +545,15 @@ class Folder:
             if error is not None:
                 with contextlib.suppress(UnfinishedError):
                     self.flush()
+
+
+def _encoded(
+    entries: Sequence[Entry],
+    rows: Sequence[np.ndarray],
+    kept: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> bytes:
+    return parquet_bytes(embeddings_table(entries, rows, kept), about)
 
 
 def _hold_of(place: Place, url: str) -> Lock | Lease:

@@ -105,8 +105,8 @@ def run(
         resizer = embedder.resizer
         if resizer is not None:
             held = HELD
-            # Those that are decoded ahead, that is decoded last, that are copied and computed.
-            batches = batches_ahead(workers, embedder.rows) + 1 + held + COMPUTED_AHEAD + 1
+            # Those that are decoded ahead, that was decoded last, and that are copied.
+            batches = batches_ahead(workers, embedder.rows) + 1 + held
             preprocessing = dataclasses.replace(
                 preprocessing, whole=largest_whole(batches * embedder.rows)
             )
@@ -149,5 +149,6 @@ def _new_pictures(
             else:
                 fail(entry, SAME_ID)
         else:
-            picture = picture._replace(id=admitted.id)
+            if admitted.id != picture.id:
+                picture = picture._replace(id=admitted.id)
             yield with_kept(picture, output.kept) if output.kept else picture

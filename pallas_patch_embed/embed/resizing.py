@@ -3,7 +3,8 @@
 import collections
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
-from numpy.lib.array_utils import byte_bounds
 
 from pallas_patch_embed.embed.preprocessing import Preprocessing, Whole
 from pallas_patch_embed.layers.resize import (
@@ -26,21 +26,23 @@ from pallas_patch_embed.layers.resize import (
     unpack,
 )
 
-# Number of pictures in a call. They are padded to the largest of them, so they are sorted by size.
-CALL = 32
+# Largest number of pictures in a call. They are sorted by size, because a call pads them to the
+# largest one.
+CALL = 64
 
-# Size in bytes of the pieces that are copied to a device. XLA copies an array that is not in pinned
-# memory with one thread: 36 MB of pictures took 6.2 ms as one array and 1.7 ms in 16 pieces.
-PIECE = 2**20
+# Largest size in bytes of the pieces that are copied to a device, and what their number is a
+# multiple of. XLA copies an array that is not in pinned memory with one thread: 36 MB of pictures
+# took 6.2 ms as one array and 1.7 ms in eight pieces. To start the copy of a piece takes 50 us.
+MOST_PIECE, PIECES = 2**23, 8
 
-# Fewest pieces in a program.
-FEWEST_PIECES = 16
+# Fewest bytes of the pictures in a program.
+FEWEST = 2**20
 
 # Number of batches whose pictures may still be copied when the batch after them is decoded.
 HELD = 2
 
-# Memory in bytes for whole pictures on their way to the devices. Pictures whose number is so large
-# that they would need more are resized on the host.
+# Memory of the host in bytes for whole pictures on their way to the devices. Pictures so large that
+# all of them would need more are resized on the host.
 MEMORY = 3 * 2**30
 
 # Largest size in bytes of the images of a batch, whose places are int32.
@@ -97,7 +99,13 @@ def _order_of_pillow() -> bool | None:
     return None
 
 
-def _pieces(memory: np.ndarray, begin: int, end: int) -> tuple[list[np.ndarray], int]:
+def _rounded(size: int) -> int:
+    """Rounds a number of bytes up by at most an eighth, so that there are few programs."""
+    step = 2 ** max(size.bit_length() - 4, 0)
+    return -(-size // step) * step
+
+
+def _pieces(memory: np.ndarray, begin: int, end: int, size: int) -> tuple[list[np.ndarray], int]:
     """Returns pieces of memory, one after another, with the bytes from `begin` to `end`.
 
     They are views, unless the memory is too small for whole pieces.
@@ -105,13 +113,17 @@ def _pieces(memory: np.ndarray, begin: int, end: int) -> tuple[list[np.ndarray],
     Returns:
       The pieces, and where `begin` is in them.
     """
-    size = -(-(end - begin) // PIECE) * PIECE
-    first = min(begin, len(memory) - size)
+    whole = -(-(end - begin) // size) * size
+    first = min(begin, len(memory) - whole)
     if first < 0:
-        copied = np.zeros(size, np.uint8)
+        copied = np.zeros(whole, np.uint8)
         copied[: end - begin] = memory[begin:end]
         memory, begin, first = copied, 0, 0
-    return np.split(memory[first : first + size], size // PIECE), begin - first
+    return [memory[i : i + size] for i in range(first, first + whole, size)], begin - first
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _places(pictures: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
@@ -120,23 +132,26 @@ def _places(pictures: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
     A picture whose memory is its own is copied, together with all others of this kind.
     """
     found: dict[int, tuple[np.ndarray, int]] = {}
+    addresses: dict[int, int] = {}
     for i, picture in enumerate(pictures):
         memory = picture.base
         if isinstance(memory, np.ndarray) and memory.ndim == 1 and picture.flags.c_contiguous:
-            found[i] = memory, byte_bounds(picture)[0] - byte_bounds(memory)[0]
+            if id(memory) not in addresses:
+                addresses[id(memory)] = _address(memory)
+            found[i] = memory, _address(picture) - addresses[id(memory)]
     alone = [i for i in range(len(pictures)) if i not in found]
     if alone:
         ends = np.cumsum([pictures[i].size for i in alone])
-        joined = np.empty(-(-ends[-1] // PIECE) * PIECE, np.uint8)
-        np.concatenate([pictures[i].reshape(-1) for i in alone], out=joined[: ends[-1]])
+        joined = np.concatenate([pictures[i].reshape(-1) for i in alone])
         found |= {i: (joined, end - pictures[i].size) for i, end in zip(alone, ends.tolist())}
     return [found[i] for i in range(len(pictures))]
 
 
-@jax.jit
-def _joined(pieces: Sequence[jax.Array]) -> jax.Array:
-    """Returns pieces as one array."""
-    return jnp.concatenate(pieces)
+@functools.partial(jax.jit, static_argnames="size")
+def _joined(pieces: Sequence[jax.Array], *, size: int) -> jax.Array:
+    """Returns pieces as one array of this size."""
+    rest = size - sum(map(len, pieces))
+    return jnp.concatenate([*pieces, jnp.zeros(rest, jnp.uint8)])
 
 
 @jax.jit
@@ -145,16 +160,27 @@ def _in_order(parts: Sequence[jax.Array], places: npt.NDArray[np.int32]) -> jax.
     return jnp.concatenate(parts)[places]
 
 
+# The arguments of `taps` for an axis of a picture.
+type Axis = tuple[int, int, str, int, int]
+
+
 class _Step(NamedTuple):
     """How a picture is resized.
 
     Attributes:
       columns_first: whether the columns are resized before the rows.
-      axes: the coefficients of both axes.
+      axes: both axes.
     """
 
     columns_first: bool
-    axes: list[Taps]
+    axes: tuple[Axis, Axis]
+
+
+# Folders often have pictures of one size, so the coefficients of some calls stay on the device.
+@functools.lru_cache(maxsize=8)
+def _coefficients(axes: Sequence[Axis], pictures: int, device: jax.Device) -> Taps:
+    """Returns the coefficients of an axis of several pictures, on a device."""
+    return jax.device_put(stacked([taps(*axis) for axis in axes], pictures), device)
 
 
 class Resizer:
@@ -178,24 +204,33 @@ class Resizer:
         crop = preprocessing.crop
         self._fill = crop.fill if crop is not None else (0, 0, 0)
 
-    def __call__(self, pictures: Sequence[np.ndarray], whole: Sequence[bool]) -> jax.Array:
-        """Starts to resize pictures.
+    def copy(
+        self, pictures: Sequence[np.ndarray], whole: Sequence[bool]
+    ) -> Callable[[], jax.Array]:
+        """Starts to copy pictures to the devices.
 
         Args:
           pictures: arrays [H, W, 3] uint8, equally many for each device.
           whole: for each picture, whether it is yet to be resized.
 
         Returns:
-          [pictures, height, width, 3] uint8, divided among the devices.
+          A function that starts to resize them, and returns [pictures, height, width, 3] uint8,
+          divided among the devices. It waits until the host has begun all copies, so it is best
+          called after other work.
         """
         devices = self._split.mesh.devices.flat
         n = len(pictures) // len(devices)
         parts = [
-            self._on(device, pictures[i * n : (i + 1) * n], whole[i * n : (i + 1) * n])
+            self._copy_to(device, pictures[i * n : (i + 1) * n], whole[i * n : (i + 1) * n])
             for i, device in enumerate(devices)
         ]
         shape = len(pictures), *self._size, 3
-        return jax.make_array_from_single_device_arrays(shape, self._split, parts)
+
+        def resized() -> jax.Array:
+            arrays = [part() for part in parts]
+            return jax.make_array_from_single_device_arrays(shape, self._split, arrays)
+
+        return resized
 
     def copied(self) -> None:
         """Ends a batch; waits until the pictures of the batch `HELD` batches before were copied."""
@@ -203,34 +238,75 @@ class Resizer:
         while len(self._copies) > HELD + 1:
             jax.block_until_ready(self._copies.popleft())
 
-    def _on(
+    def _copy_to(
         self, device: jax.Device, pictures: Sequence[np.ndarray], whole: Sequence[bool]
+    ) -> Callable[[], jax.Array]:
+        """Starts to copy pictures to one device, as `copy` does."""
+        runs: list[tuple[np.ndarray, int, int]] = []  # The memory, where it begins, where it ends.
+        of_run, begins = np.empty((2, len(pictures)), np.int64)
+        for i, (memory, begin) in enumerate(_places(pictures)):
+            if runs and runs[-1][0] is memory and runs[-1][2] == begin:
+                first = runs.pop()[1]
+            else:
+                first = begin
+            of_run[i], begins[i] = len(runs), begin - first
+            runs.append((memory, first, begin + pictures[i].size))
+        size = min(_rounded(-(-max(end - begin for _, begin, end in runs) // 2)), MOST_PIECE)
+        pieces: list[np.ndarray] = []
+        offsets = []
+        for run in runs:
+            added, begin = _pieces(*run, size)
+            offsets.append(len(pieces) * size + begin)
+            pieces += added
+        copies = jax.device_put(pieces, device, may_alias=False)
+        self._copies[-1] += copies
+        steps = [self._step(p.shape[0], p.shape[1], each) for p, each in zip(pictures, whole)]
+        shapes = [picture.shape for picture in pictures]
+        begins += np.array(offsets)[of_run]
+        return functools.partial(
+            self._resized, device, copies, begins.astype(np.int32), shapes, steps
+        )
+
+    def _resized(
+        self,
+        device: jax.Device,
+        pieces: list[jax.Array],
+        begins: npt.NDArray[np.int32],
+        shapes: Sequence[tuple[int, ...]],
+        steps: Sequence[_Step],
     ) -> jax.Array:
-        """Starts to resize pictures on one device."""
-        steps = [self._step(picture, each) for picture, each in zip(pictures, whole)]
+        """Starts to resize pictures that begin at these bytes of the pieces."""
 
         def order_of(i: int) -> bool:
             return steps[i].columns_first
 
-        order = sorted(range(len(pictures)), key=lambda i: (order_of(i), pictures[i].size))
+        order = sorted(range(len(shapes)), key=lambda i: (order_of(i), math.prod(shapes[i])))
         calls = [
             call
             for _, group in itertools.groupby(order, order_of)
             for call in itertools.batched(group, CALL)
         ]
         sizes = [
-            tuple(padded(max(pictures[i].shape[axis] for i in call)) for axis in (0, 1))
-            for call in calls
+            tuple(padded(max(shapes[i][axis] for i in call)) for axis in (0, 1)) for call in calls
         ]
-        # A row of the largest program follows the last picture.
-        packed, begins = self._packed(device, pictures, 3 * max(width for _, width in sizes))
-        B = min(CALL, len(pictures))
-        parts, places = [], np.empty(len(pictures), np.int32)
+        pieces = [*pieces, *pieces[-1:] * (-len(pieces) % PIECES)]
+        # A row of the largest program follows the last picture. There are few programs, because the
+        # number of bytes is a power of two.
+        last = max(int(begin) + math.prod(shape) for begin, shape in zip(begins, shapes))
+        needed = max(
+            FEWEST, last + 3 * max(width for _, width in sizes), len(pieces) * len(pieces[0])
+        )
+        packed = _joined(pieces, size=1 << (needed - 1).bit_length())
+        B = min(CALL, len(shapes))
+        parts, places = [], np.empty(len(shapes), np.int32)
         for number, (call, size) in enumerate(zip(calls, sizes)):
             begin, width = np.zeros((2, B), np.int32)
             begin[: len(call)] = begins[list(call)]
-            width[: len(call)] = [pictures[i].shape[1] for i in call]
-            axes = (stacked([steps[i].axes[axis] for i in call], B) for axis in (0, 1))
+            width[: len(call)] = [shapes[i][1] for i in call]
+            axes = (
+                _coefficients(tuple(steps[i].axes[axis] for i in call), B, device)
+                for axis in (0, 1)
+            )
             parts.append(
                 resize(
                     unpack(packed, begin, width, shape=(*size, 3)),
@@ -242,39 +318,11 @@ class Resizer:
             places[list(call)] = number * B + np.arange(len(call))
         return _in_order(parts, places)
 
-    def _packed(
-        self, device: jax.Device, pictures: Sequence[np.ndarray], more: int
-    ) -> tuple[jax.Array, npt.NDArray[np.int32]]:
-        """Starts to copy pictures and `more` bytes to a device; returns where each one begins."""
-        runs: list[tuple[np.ndarray, int, int]] = []  # The memory, where it begins, where it ends.
-        of_run, begins = np.empty((2, len(pictures)), np.int64)
-        for i, (memory, begin) in enumerate(_places(pictures)):
-            if runs and runs[-1][0] is memory and runs[-1][2] == begin:
-                first = runs.pop()[1]
-            else:
-                first = begin
-            of_run[i], begins[i] = len(runs), begin - first
-            runs.append((memory, first, begin + pictures[i].size))
-        pieces: list[np.ndarray] = []
-        offsets = []
-        for run in runs:
-            added, begin = _pieces(*run)
-            offsets.append(len(pieces) * PIECE + begin)
-            pieces += added
-        end = offsets[-1] + runs[-1][2] - runs[-1][1]
-        # There are few programs, because the number of pieces is a power of two.
-        number = max(FEWEST_PIECES, 1 << (-(-(end + more) // PIECE) - 1).bit_length())
-        copies = jax.device_put(pieces, device, may_alias=False)
-        self._copies[-1] += copies
-        packed = _joined([*copies, *copies[-1:] * (number - len(copies))])
-        return packed, (np.array(offsets)[of_run] + begins).astype(np.int32)
-
-    def _step(self, picture: np.ndarray, whole: bool) -> _Step:
+    def _step(self, height: int, width: int, whole: bool) -> _Step:
         """Returns how a picture is resized; one that is not whole stays as it is."""
-        height, width, _ = picture.shape
         size, corner = (height, width), (0, 0)
         to = self._preprocessing.resized_from(height, width) if whole else size
         if whole and self._preprocessing.crop is not None:
             corner = self._preprocessing.crop.corner(to, self._size)
-        axes = [taps(size[i], to[i], self._filter, corner[i], self._size[i]) for i in (0, 1)]
-        return _Step(bool(self._ever_columns_first and columns_first(size, to)), axes)
+        rows, columns = ((size[i], to[i], self._filter, corner[i], self._size[i]) for i in (0, 1))
+        return _Step(bool(self._ever_columns_first and columns_first(size, to)), (rows, columns))

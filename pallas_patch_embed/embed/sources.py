@@ -337,10 +337,9 @@ class _Search:
             if path is None:
                 below.pop()
                 continue
-            unit = self._unit(path)
-            meant = (
-                path == argument or unit is not None or os.path.splitext(path)[1].lower() in wanted
-            )
+            is_picture = os.path.splitext(path)[1].lower() in wanted
+            unit = None if is_picture else self._unit(path)
+            meant = is_picture or path == argument or unit is not None
             mode = 0
             try:
                 status = os.lstat(path)

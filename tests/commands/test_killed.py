@@ -20,7 +20,7 @@ KILLED = """
 import os, random, signal, sys, threading, time
 
 from pallas_patch_embed import __main__
-from pallas_patch_embed.embed import folder, preprocessing
+from pallas_patch_embed.embed import decoders, folder, preprocessing
 
 kill, seed = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 decoded = threading.Semaphore(0)
@@ -44,7 +44,7 @@ def finish(self, finish=folder.Folder.finish):
     return finish(self)
 
 
-folder.SHARD_ROWS, folder.Folder.finish = 32, finish
+folder.SHARD_ROWS, folder.Folder.finish, decoders.ASKED = 32, finish, 4
 preprocessing.Preprocessing.decode = decode
 if kill:
     threading.Thread(target=strike, daemon=True).start()

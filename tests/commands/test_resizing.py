@@ -69,7 +69,7 @@ def images_of(contents, preprocessing, limit, devices=1):
     whole = dataclasses.replace(preprocessing, whole=limit)
     found = decoded(contents, whole)
     resizer = Resizer(preprocessing, split(devices))
-    images = resizer([each.image for each in found], [each.whole for each in found])
+    images = resizer.copy([each.image for each in found], [each.whole for each in found])()
     assert images.sharding == split(devices)
     return wanted, np.asarray(images), [each.whole for each in found]
 
@@ -106,16 +106,16 @@ def test_batches_that_were_started_before_keep_their_pictures():
     sides = (20, 90, 40, 90, 30, 60)
     batches = [[noise(10 * side + i, side, side) for i in range(3)] for side in sides]
     resizer = Resizer(how(), split())
-    started = [resizer(pictures, [True] * 3) for pictures in batches]
+    started = [resizer.copy(pictures, [True] * 3) for pictures in batches]
     for pictures, images in zip(batches, started, strict=True):
         wanted = [how().decode(Content(encoded(picture))).image for picture in pictures]
-        np.testing.assert_array_equal(images, wanted)
+        np.testing.assert_array_equal(images(), wanted)
 
 
 @pytest.mark.parametrize("piece", [64, 1000, 2**20])
 def test_pictures_in_shared_memory_are_copied_from_there(monkeypatch, piece):
     """They follow each other, or not, or share the memory's end; others have their own memory."""
-    monkeypatch.setattr(resizing, "PIECE", piece)
+    monkeypatch.setattr(resizing, "MOST_PIECE", piece)
     pictures = [noise(i) for i in range(12)]
     places = [picture.size for picture in pictures[:9]]
     begins = np.cumsum([5, *places[:2], places[2] + 700, *places[3:8]])
@@ -127,7 +127,7 @@ def test_pictures_in_shared_memory_are_copied_from_there(monkeypatch, piece):
     pictures[10] = np.asfortranarray(pictures[10])
     order = [3, 4, 5, 10, 0, 1, 2, 8, 7, 6, 9, 11]
     resizer = Resizer(how(), split())
-    found = resizer([pictures[i] for i in order], [True] * len(order))
+    found = resizer.copy([pictures[i] for i in order], [True] * len(order))()
     wanted = [how().image(Content(encoded(np.ascontiguousarray(pictures[i])))) for i in order]
     np.testing.assert_array_equal(found, wanted)
 
@@ -140,7 +140,7 @@ def test_the_memory_of_a_batch_is_free_two_batches_later():
         pictures = place.reshape(memory[0].shape)
         pictures[:] = [noise(3 * number + i, 90, 90) for i in range(3)]
         wanted += [how().image(Content(encoded(picture))) for picture in pictures]
-        results.append(resizer(list(pictures), [True] * 3))
+        results.append(resizer.copy(list(pictures), [True] * 3)())
         resizer.copied()
     np.testing.assert_array_equal(np.concatenate(results), wanted)
 
@@ -221,13 +221,13 @@ def test_the_embeddings_are_equal_whoever_resizes(tmp_path, monkeypatch, picture
     monkeypatch.setattr(resizing, "MEMORY", 130000 * 32)
     assert run([pictures], tmp_path / "host", resize="host") == 1
     resized = []
-    call = Resizer.__call__
+    copy = Resizer.copy
 
     def counting(self, pictures, whole):
         resized.extend(whole)
-        return call(self, pictures, whole)
+        return copy(self, pictures, whole)
 
-    monkeypatch.setattr(Resizer, "__call__", counting)
+    monkeypatch.setattr(Resizer, "copy", counting)
     assert run([pictures], tmp_path / "device", resize="device") == 1
     assert_same(by_id(tmp_path / "device"), by_id(tmp_path / "host"))
     assert len(by_id(tmp_path / "host")) == 10 and set(resized) == {True, False}

@@ -76,7 +76,8 @@ __main__.run()
 WORDS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Terminated", signal.SIGHUP: "Hung up"}
 
 # Number of pictures that are embedded when the main thread waits: one of the first batch, because
-# its other picture is damaged, and two of each other batch.
+# its other picture is damaged, and two of each other batch. When a shard is written, which another
+# thread has encoded, more may have been embedded.
 EMBEDDED = {"compile": 5, "device": 5, "write": 3, "hang": 0}
 
 CASES = [
@@ -118,7 +119,8 @@ def test_a_signal_keeps_what_is_embedded(tmp_path, number, kind):
     )
     assert ("The latest results were not written" in said[-2]) == (kind == "hang")
     found = by_id(out) if EMBEDDED[kind] else {}
-    assert list(found) == [path for path, _ in contents[: EMBEDDED[kind]]]
+    assert list(found) == [path for path, _ in contents[: len(found)]]
+    assert len(found) >= EMBEDDED[kind] and (len(found) == EMBEDDED[kind] or kind == "write")
     if EMBEDDED[kind]:
         assert shards(out, "__errors")["id"] == [str(folder / "0.png")]
     assert run([folder], out, batch=BATCH) == 1
