@@ -10,16 +10,15 @@ import jax
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as is_traced_by_jit
 
 from pallas_patch_embed.base.chips import cuda_is_installed
-from pallas_patch_embed.layers.dense import MOST_ROWS
 
 # Compiler options with which XLA lets cuBLAS apply bias, GELU and residual in its matrix products.
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 # Fewest rows of tokens for which the options are set. Where cuBLAS computes the dense layers, 64 or
-# more images of B/16 at 224 pixels take 11 to 17% less time with them on an H200, 8 images take 2%
-# less, and one image takes more. For fewer rows a kernel computes these layers on Hopper GPUs
-# (docs/experiments/encoder.md).
-FEWEST_ROWS = MOST_ROWS + 1
+# more images of B/16 at 224 pixels take 11 to 17% less time with them on an H200, and 3136 rows, 16
+# images, 10% less; but 2916 rows, four images of So400m/14 at 384 pixels, take 9% more. For still
+# fewer rows a kernel computes these layers on Hopper GPUs (docs/encoder.md).
+FEWEST_ROWS = 3000
 
 
 class Program:
