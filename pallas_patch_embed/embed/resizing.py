@@ -126,25 +126,61 @@ def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _places(pictures: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Returns for each picture memory that it is in, as an array of bytes, and where it begins.
+class _Run(NamedTuple):
+    """Pictures that follow each other in memory.
 
-    A picture whose memory is its own is copied, together with all others of this kind.
+    Attributes:
+      memory: an array of bytes.
+      begin, end: where the pictures begin and end there.
+      pictures: their numbers.
     """
-    found: dict[int, tuple[np.ndarray, int]] = {}
+
+    memory: np.ndarray
+    begin: int
+    end: int
+    pictures: list[int]
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+def _runs(pictures: Sequence[np.ndarray]) -> list[_Run]:
+    """Returns runs with all pictures.
+
+    Pictures whose memory is their own, and those of runs that are less than half as long as the
+    longest, are copied into a run.
+    """
+    runs: list[_Run] = []
+    alone: list[int] = []
     addresses: dict[int, int] = {}
     for i, picture in enumerate(pictures):
         memory = picture.base
-        if isinstance(memory, np.ndarray) and memory.ndim == 1 and picture.flags.c_contiguous:
-            if id(memory) not in addresses:
-                addresses[id(memory)] = _address(memory)
-            found[i] = memory, _address(picture) - addresses[id(memory)]
-    alone = [i for i in range(len(pictures)) if i not in found]
+        if not (
+            isinstance(memory, np.ndarray)
+            and memory.ndim == 1
+            and memory.dtype == np.uint8
+            and memory.flags.c_contiguous
+            and picture.flags.c_contiguous
+        ):
+            alone.append(i)
+            continue
+        if id(memory) not in addresses:
+            addresses[id(memory)] = _address(memory)
+        begin = _address(picture) - addresses[id(memory)]
+        if runs and runs[-1].memory is memory and runs[-1].end == begin:
+            run = runs.pop()._replace(end=begin + picture.size)
+            run.pictures.append(i)
+        else:
+            run = _Run(memory, begin, begin + picture.size, [i])
+        runs.append(run)
+    longest = max((run.size for run in runs), default=0)
+    alone += itertools.chain.from_iterable(run.pictures for run in runs if 2 * run.size < longest)
+    runs = [run for run in runs if 2 * run.size >= longest]
     if alone:
-        ends = np.cumsum([pictures[i].size for i in alone])
         joined = np.concatenate([pictures[i].reshape(-1) for i in alone])
-        found |= {i: (joined, end - pictures[i].size) for i, end in zip(alone, ends.tolist())}
-    return [found[i] for i in range(len(pictures))]
+        runs.append(_Run(joined, 0, len(joined), alone))
+    return runs
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -242,30 +278,21 @@ class Resizer:
         self, device: jax.Device, pictures: Sequence[np.ndarray], whole: Sequence[bool]
     ) -> Callable[[], jax.Array]:
         """Starts to copy pictures to one device, as `copy` does."""
-        runs: list[tuple[np.ndarray, int, int]] = []  # The memory, where it begins, where it ends.
-        of_run, begins = np.empty((2, len(pictures)), np.int64)
-        for i, (memory, begin) in enumerate(_places(pictures)):
-            if runs and runs[-1][0] is memory and runs[-1][2] == begin:
-                first = runs.pop()[1]
-            else:
-                first = begin
-            of_run[i], begins[i] = len(runs), begin - first
-            runs.append((memory, first, begin + pictures[i].size))
-        size = min(_rounded(-(-max(end - begin for _, begin, end in runs) // 2)), MOST_PIECE)
+        runs = _runs(pictures)
+        size = min(_rounded(-(-max(run.size for run in runs) // 2)), MOST_PIECE)
         pieces: list[np.ndarray] = []
-        offsets = []
+        begins = np.empty(len(pictures), np.int32)
         for run in runs:
-            added, begin = _pieces(*run, size)
-            offsets.append(len(pieces) * size + begin)
+            added, begin = _pieces(run.memory, run.begin, run.end, size)
+            begin += len(pieces) * size
+            for i in run.pictures:
+                begins[i], begin = begin, begin + pictures[i].size
             pieces += added
         copies = jax.device_put(pieces, device, may_alias=False)
         self._copies[-1] += copies
         steps = [self._step(p.shape[0], p.shape[1], each) for p, each in zip(pictures, whole)]
         shapes = [picture.shape for picture in pictures]
-        begins += np.array(offsets)[of_run]
-        return functools.partial(
-            self._resized, device, copies, begins.astype(np.int32), shapes, steps
-        )
+        return functools.partial(self._resized, device, copies, begins, shapes, steps)
 
     def _resized(
         self,
