@@ -218,7 +218,7 @@ def pictures(tmp_path):
 def test_the_embeddings_are_equal_whoever_resizes(tmp_path, monkeypatch, pictures, here):
     monkeypatch.setattr(decoders, "DECODED_HERE", here)
     # The large picture does not fit, so the host resizes it.
-    monkeypatch.setattr(resizing, "MEMORY", 130000 * 32)
+    monkeypatch.setattr(resizing, "MEMORY", 130000 * 28)
     assert run([pictures], tmp_path / "host", resize="host") == 1
     resized = []
     copy = Resizer.copy
