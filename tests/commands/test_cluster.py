@@ -430,7 +430,7 @@ def test_pictures_and_shards_may_be_on_S3(tmp_path, s3, monkeypatch):
 
 
 def test_one_run_at_a_time_has_the_lease_of_a_folder_on_S3(s3, monkeypatch):
-    monkeypatch.setattr(exclusive, "VOID", 2.0)
+    monkeypatch.setattr(exclusive, "VOID", 20.0)
     monkeypatch.setattr(exclusive, "RENEWED", 0.2)
     url, path = "s3://bucket/leased", "bucket/leased/.lease.json"
     with exclusive.Lease(s3, path, url):
