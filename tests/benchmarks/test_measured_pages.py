@@ -234,3 +234,37 @@ def test_the_README_has_the_table_and_the_days_of_its_records():
         assert comparison.date in page
     for name in headline.COLOURS:
         assert f"benchmarks/h200/{name}" in page and (headline.FOLDER / name).is_file()
+
+
+def test_packed_naflex_pictures_have_the_rates_of_the_record():
+    page = (ROOT / "docs/experiments/encoder.md").read_text()
+    rates = [r for r in results.read(ROOT / "benchmarks/h200/naflex.jsonl") if r["kind"] == "rates"]
+    assert len(rates) == 15
+    for rate in rates:
+        burst, sustained = (rate[name]["packed / padded"] for name in ("burst", "sustained"))
+        assert f"| {burst:.3f} / {sustained:.3f} ({rate['wanted']:.3f}) |" in page
+
+
+def test_few_images_have_the_newest_times_of_whole_encoders():
+    names = {
+        "this encoder, in your own jit": "this encoder",
+        "the same with the option above": "this encoder, epilogues by cuBLAS",
+        "this encoder, called outside of jit": "this encoder, called outside of jit",
+        "transformers, torch.compile with CUDA graphs": (
+            "transformers, torch.compile, reduce-overhead"
+        ),
+    }
+    records = results.read(ROOT / "benchmarks/h200/encoder_peers.jsonl")
+    newest = {(r["encoder"], r["images"], r["contender"]): r for r in records if "contender" in r}
+    compared = 0
+    for name, *cells in rows_of("docs/encoder.md", "One picture"):
+        if name.startswith("---"):
+            continue
+        if name not in names:
+            model, counts = name, [int(cell.split()[0]) for cell in cells]
+            continue
+        for count, cell in zip(counts, cells, strict=True):
+            found = newest[model, count, names[name]]
+            assert cell == f"{found['burst']:.2f} / {found['sustained']:.2f}"
+            compared += 1
+    assert compared == 2 * 4 * len(names)

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -72,13 +71,3 @@ def test_other_outputs_of_packed_pictures_end_the_benchmark(tiny, monkeypatch):
     monkeypatch.setattr(naflex, "pack_naflex", lambda pictures, *rest: pack(pictures[::-1], *rest))
     with pytest.raises(RuntimeError, match="packed and padded pictures differ by"):
         naflex.main()
-
-
-def test_the_page_has_the_rates_of_the_record():
-    page = Path("docs/experiments/encoder.md").read_text()
-    records = map(json.loads, Path("benchmarks/h200/naflex.jsonl").read_text().splitlines())
-    rates = [record for record in records if record["kind"] == "rates"]
-    assert len(rates) == 5 * len(naflex.PATCHES)
-    for record in rates:
-        burst, sustained = (record[name]["packed / padded"] for name in ("burst", "sustained"))
-        assert f"| {burst:.3f} / {sustained:.3f} ({record['wanted']:.3f}) |" in page
