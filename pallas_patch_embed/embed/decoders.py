@@ -59,10 +59,13 @@ type Sent = Written | str | int
 type Decoding = list[Future[list[Decoded | str]]]
 
 
-def batches_ahead(workers: int, rows: int) -> int:
-    """Returns the number of batches of `rows` pictures that are decoded ahead."""
+def batches_in_memory(workers: int, rows: int, held: int) -> int:
+    """Returns the number of batches of `rows` pictures in the memory that decoders share.
+
+    They are those that are decoded ahead, the one that was yielded last, and `held` before it.
+    """
     pictures = REQUESTS_AHEAD * workers * min(ASKED, rows)
-    return max(BATCHES_AHEAD, -(-pictures // rows))
+    return max(BATCHES_AHEAD, -(-pictures // rows)) + 1 + held
 
 
 class Decoders:
@@ -92,9 +95,9 @@ class Decoders:
         # request.
         self._share = budget.share(workers)
         self._here = DECODED_HERE if workers > 1 else math.inf
-        # Number of batches that are decoded and have not been yielded, and of those in memory.
-        self._ahead = 1 + batches_ahead(workers, rows)
-        self._batches = self._ahead + held
+        self._batches = batches_in_memory(workers, rows, held)
+        # A batch is yielded when so many have been started and not been yielded.
+        self._ahead = self._batches - held
         self._slots = Slots(self._batches * rows, preprocessing.most_bytes)
         self._threads = ThreadPoolExecutor(workers)
         self._own = threading.local()

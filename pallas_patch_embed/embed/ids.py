@@ -48,7 +48,7 @@ class Filter:
 
 
 class Ids:
-    """A set of ids in a temporary SQLite database on disk, which keeps a few MB in memory.
+    """A set of ids in a temporary SQLite database on disk, which keeps about 10 MB in memory.
 
     The file has no name, and is removed when the process ends.
     """

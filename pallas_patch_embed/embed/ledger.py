@@ -89,7 +89,7 @@ def state(entry: Entry, known: Version, *, failed: bool) -> State:
 
 
 class Ledger:
-    """A table of the pictures in shards, in a temporary file; a few MB of it are in memory.
+    """A table of the pictures in shards, in a temporary file; about 10 MB are in memory.
 
     Args:
       unique_ids: whether different pictures must have different ids.
@@ -315,7 +315,6 @@ class Snapshot:
 
     Attributes:
       records: sorted records.
-      has_earlier: whether earlier runs have written pictures.
       only_ids: whether there are pictures of which only the ids are known.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from pallas_patch_embed.embed.changes import Changes
-from pallas_patch_embed.embed.decoders import Decoders, batches_ahead
+from pallas_patch_embed.embed.decoders import Decoders, batches_in_memory
 from pallas_patch_embed.embed.embedder import Embedder, why_not_written
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.ledger import State, key
@@ -105,8 +105,7 @@ def run(
         resizer = embedder.resizer
         if resizer is not None:
             held = HELD
-            # Those that are decoded ahead, that was decoded last, and that are copied.
-            batches = batches_ahead(workers, embedder.rows) + 1 + held
+            batches = batches_in_memory(workers, embedder.rows, held)
             preprocessing = dataclasses.replace(
                 preprocessing, whole=largest_whole(batches * embedder.rows)
             )

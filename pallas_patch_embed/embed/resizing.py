@@ -105,23 +105,6 @@ def _rounded(size: int) -> int:
     return -(-size // step) * step
 
 
-def _pieces(memory: np.ndarray, begin: int, end: int, size: int) -> tuple[list[np.ndarray], int]:
-    """Returns pieces of memory, one after another, with the bytes from `begin` to `end`.
-
-    They are views, unless the memory is too small for whole pieces.
-
-    Returns:
-      The pieces, and where `begin` is in them.
-    """
-    whole = -(-(end - begin) // size) * size
-    first = min(begin, len(memory) - whole)
-    if first < 0:
-        copied = np.zeros(whole, np.uint8)
-        copied[: end - begin] = memory[begin:end]
-        memory, begin, first = copied, 0, 0
-    return [memory[i : i + size] for i in range(first, first + whole, size)], begin - first
-
-
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
@@ -143,6 +126,24 @@ class _Run(NamedTuple):
     @property
     def size(self) -> int:
         return self.end - self.begin
+
+
+def _pieces(run: _Run, size: int) -> tuple[list[np.ndarray], int]:
+    """Returns pieces of a run's memory, one after another, with all of its pictures.
+
+    They are views, unless the memory is too small for whole pieces.
+
+    Returns:
+      The pieces, and where the run begins in them.
+    """
+    memory, begin = run.memory, run.begin
+    whole = -(-run.size // size) * size
+    first = min(begin, len(memory) - whole)
+    if first < 0:
+        copied = np.zeros(whole, np.uint8)
+        copied[: run.size] = memory[begin : run.end]
+        memory, begin, first = copied, 0, 0
+    return [memory[i : i + size] for i in range(first, first + whole, size)], begin - first
 
 
 def _runs(pictures: Sequence[np.ndarray]) -> list[_Run]:
@@ -283,7 +284,7 @@ class Resizer:
         pieces: list[np.ndarray] = []
         begins = np.empty(len(pictures), np.int32)
         for run in runs:
-            added, begin = _pieces(run.memory, run.begin, run.end, size)
+            added, begin = _pieces(run, size)
             begin += len(pieces) * size
             for i in run.pictures:
                 begins[i], begin = begin, begin + pictures[i].size

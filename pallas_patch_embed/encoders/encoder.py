@@ -145,10 +145,11 @@ class Encoder:
         Raises:
           TypeError, ValueError: an argument has another type, shape or value.
         """
-        alone = spatial_shapes is None and mask is None and isinstance(layers, tuple) and not layers
-        if alone and isinstance(images, jax.Array):
-            if (images.shape, images.dtype) in self._accepted:
-                return self._encoded(images, ())
+        only_images = (
+            spatial_shapes is None and mask is None and isinstance(layers, tuple) and not layers
+        )
+        if only_images and isinstance(images, jax.Array) and self._accepts(images):
+            return self._encoded(images, ())
         check_params(self.patch_embed)
         kept = check_layers(layers, self.config.depth)
         size = self.config.image_size
@@ -186,9 +187,12 @@ class Encoder:
     def _accepted(self) -> set[tuple[Any, Any]]:
         """Shapes and dtypes of JAX arrays that were checked, whose values need no check.
 
-        When this thread has waited for a GPU, all checks take 0.18 ms.
+        In a thread that has waited for a result all checks took 0.18 ms.
         """
         return set()
+
+    def _accepts(self, images: jax.Array) -> bool:
+        return (images.shape, images.dtype) in self._accepted
 
     def _encoded(self, images: AnyArray, kept: tuple[int, ...]) -> EncoderOutput:
         rows = images.shape[0] * (self.config.prefix + math.prod(self.config.grid))

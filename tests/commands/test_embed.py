@@ -290,7 +290,7 @@ def test_images_are_freed_once_their_batch_is_embedded(tmp_path, pictures, monke
     monkeypatch.setattr(preprocessing.Preprocessing, "decode", decoding)
     run(tmp_path, pictures, batch=2, workers=1)
     assert len(images) == 38
-    ahead = decoders.batches_ahead(1, 2) + pipeline.COMPUTED_AHEAD
+    ahead = decoders.batches_in_memory(1, 2, 0) - 1 + pipeline.COMPUTED_AHEAD
     assert max(most) <= 2 * (ahead + 2) < 38
 
 

@@ -102,7 +102,7 @@ def test_several_devices_resize_their_parts():
 
 
 def test_batches_that_were_started_before_keep_their_pictures():
-    """Batches share memory on the host, also if a later one is larger."""
+    """Pictures that were copied may be resized after those of later batches were copied."""
     sides = (20, 90, 40, 90, 30, 60)
     batches = [[noise(10 * side + i, side, side) for i in range(3)] for side in sides]
     resizer = Resizer(how(), split())
