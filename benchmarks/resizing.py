@@ -3,9 +3,10 @@
   python -m benchmarks.resizing --out bench
 
 "resize" times the device's kernels on pictures that it already has: unpacking and resizing a batch,
-whose pixels are first compared with Pillow's. "copies" times what brings a batch to the device: the
-host's copy of decoded pictures into one array, the transfer of that array, and of an array in
-pinned memory. "decoding" measures the CPU time of a decoder for a picture.
+whose pixels are first compared with Pillow's. "copies" times ways to bring a batch to the device:
+the host's copy of decoded pictures into one array, the transfer of that array as a whole, in pieces
+and from pinned memory, and all steps of `embed`. "decoding" measures the CPU time of a decoder for
+a picture.
 
 "embed" runs the command on JPEG files, tars and parquet files on one GPU, first with `--resize
 host` and then with `--resize device`, as `benchmarks.embedding` does, with pictures of 500 x 375
@@ -47,6 +48,9 @@ PARTS = ("resize", "copies", "decoding", "embed")
 
 # (width, height) of pictures, and the side of the images that they become.
 SHAPES = (((500, 375), 224), ((500, 375), 384), ((375, 500), 384), ((1024, 768), 224))
+
+# Numbers of pieces in which a batch is transferred.
+PIECES = (2, 4, 8, 16)
 
 FORMS = ("jpeg", "tar", "parquet")
 RESIZED_BY = ("host", "device")
@@ -166,6 +170,9 @@ def copies(pictures: list[np.ndarray], side: int) -> dict[str, Callable[[], Any]
         "transfer of images": lambda: jax.device_put(images, device),
         "all, and resize": lambda: resizer.copy(pictures, [True] * len(pictures))(),
     }
+    for number in PIECES:
+        pieces = np.array_split(pixels, number)
+        found[f"transfer in {number} pieces"] = functools.partial(jax.device_put, pieces, device)
     if pinned is not None:
         on_device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
         found["transfer, pinned"] = lambda: jax.device_put(pinned, on_device)
