@@ -6,6 +6,7 @@ in that process any more. The parent needs no GPU, so this module does not impor
 
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -63,10 +64,16 @@ class Child:
       patience: function from the last message (None at the beginning of an answer) to the seconds
         in which the next message must come.
       wait: function that waits for a message.
+
+    Attributes:
+      connection: the connection to the child, when it has been started.
     """
 
     def __init__(
-        self, answer: Callable[..., Any], patience: Callable[[Any], float], wait: Wait = poll
+        self,
+        answer: Callable[..., Any],
+        patience: Callable[[Any], float] = lambda _: math.inf,
+        wait: Wait = poll,
     ):
         self._answer, self._patience, self._wait = answer, patience, wait
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -92,22 +99,15 @@ class Child:
         """
         if self._answering:
             self.end()
-        if self._process is None:
-            self._begin()
+        self.send(*arguments)
         self._answering = True
-        with contextlib.suppress(BrokenPipeError):  # The child has ended: `recv` below raises.
-            self._connection.send(arguments)
         message = None
         while True:
             seconds = self._patience(message)
-            if not self._wait(self._connection, seconds, message):
+            if not self._wait(self.connection, seconds, message):
                 self.end()
                 raise ChildEndedError("hung", f"took more than {seconds:g} s and was ended")
-            try:
-                kind, message = self._connection.recv()
-            except (EOFError, OSError):  # OSError if the child ended in the middle of a message.
-                how = _words(self.end())
-                raise ChildEndedError("crashed", f"ended its process, {how}") from None
+            kind, message = self._received()
             if kind in (DONE, NO_DEVICE):
                 self._answering = False
                 if kind == NO_DEVICE:
@@ -117,12 +117,43 @@ class Child:
                 return
             yield message
 
+    def send(self, *arguments: Any) -> None:
+        """Sends a request whose answer is only its last message, for `receive`.
+
+        Several requests may be sent, which are answered one after another. The `connection` has
+        something to read when there is an answer.
+
+        Raises:
+          OSError: the child could not be started.
+        """
+        if self._process is None:
+            self._begin()
+        with contextlib.suppress(BrokenPipeError):  # The child has ended: to receive raises.
+            self.connection.send(arguments)
+
+    def receive(self) -> Any:
+        """Waits for the answer to the oldest request of `send`.
+
+        Raises:
+          ChildEndedError: the child crashed. It has no requests any more.
+          UnkillableError: the child could not be ended.
+        """
+        return self._received()[1]
+
+    def _received(self) -> tuple[str, Any]:
+        """Waits for a message; returns its kind and the message."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):  # OSError if the child ended in the middle of a message.
+            how = _words(self.end())
+            raise ChildEndedError("crashed", f"ended its process, {how}") from None
+
     def end(self) -> int | None:
         """Ends the child, if there is one; returns its exit code."""
         process, self._process, self._answering = self._process, None, False
         if process is None:
             return None
-        self._connection.close()
+        self.connection.close()
         # The wait lets a child that has crashed exit with its own code before it is killed.
         process.join(CLOSING)
         process.kill()
@@ -136,7 +167,7 @@ class Child:
     def _begin(self) -> None:
         # A forked child would inherit JAX's locks, but not the threads that hold them.
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+        self.connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._answer), daemon=True)
         with theirs, safe_paths(), _without_signals():
             process.start()

@@ -2,20 +2,25 @@
 
 Threads that decode used only 4 of 16 cores, probably because Pillow takes Python's global lock
 several times for each picture (docs/experiments/embed.md). With many decoders this process becomes
-the bottleneck. So it does little work for each picture: one request contains several pictures, and
-images are returned in memory that it shares with the processes. The processes do not need JAX, so
-this module does not import it.
+the bottleneck. So it does little work for each picture: one request contains several pictures,
+images are returned in memory that it shares with the processes, and the thread that needs the
+images also sends the requests, so that no other thread of this process competes for the lock. The
+processes do not need JAX, so this module does not import it.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import selectors
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from pallas_patch_embed.base.child import Child, ChildEndedError, Send
 from pallas_patch_embed.embed.output import UnfinishedError
@@ -30,6 +35,14 @@ DECODED_HERE = 512
 
 # Number of pictures in a request to a decoder.
 ASKED = 16
+
+# Number of requests that a process has at a time: it decodes one while the next waits in its pipe.
+# On Linux an answer always fits into a pipe. Where it does not, a process that waits to send one
+# would not read a request that does not fit either.
+SENT = 2 if sys.platform == "linux" else 1
+
+# What a thread sends when it has an answer.
+DONE = b"."
 
 # Smallest number of batches that are decoded ahead, and of requests ahead for each decoder.
 BATCHES_AHEAD, REQUESTS_AHEAD = 2, 2
@@ -56,8 +69,6 @@ class Written(NamedTuple):
 type Answer = Decoded | str | int
 type Sent = Written | str | int
 
-type Decoding = list[Future[list[Decoded | str]]]
-
 
 def batches_in_memory(workers: int, rows: int, held: int) -> int:
     """Returns the number of batches of `rows` pictures in the memory that decoders share.
@@ -68,11 +79,168 @@ def batches_in_memory(workers: int, rows: int, held: int) -> int:
     return max(BATCHES_AHEAD, -(-pictures // rows)) + 1 + held
 
 
+class _Batch:
+    """Pictures that are yielded together.
+
+    Attributes:
+      entries: their entries.
+      results: their images, or the reasons why they have none; "" if they are not decoded yet.
+      missing: how many are not decoded yet.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.results: list[Decoded | str] = []
+        self.missing = 0
+
+
+@dataclasses.dataclass
+class _Request:
+    """Pictures of a batch that one worker decodes.
+
+    Attributes:
+      batch: the batch.
+      first: number of the first picture in the batch.
+      slot: slot of its image.
+      opens: functions that open the pictures.
+      sizes: for each picture the number of bytes that were read ahead.
+      reserved: number of bytes that are reserved for each picture, and for all contents.
+    """
+
+    batch: _Batch
+    first: int
+    slot: int
+    opens: list[Open]
+    sizes: list[int]
+    reserved: int
+
+    def part(self, i: int, reserved: int) -> "_Request":
+        """Returns a request for picture i of this one alone."""
+        opens, sizes = self.opens[i : i + 1], self.sizes[i : i + 1]
+        return _Request(self.batch, self.first + i, self.slot + i, opens, sizes, reserved)
+
+
+class _Thread:
+    """A worker that decodes in a thread of this process.
+
+    Attributes:
+      connection: has something to read when the worker has an answer.
+      requests: the requests that it has.
+      most: largest number of requests that it may have.
+      reserved: number of bytes that are reserved for it.
+    """
+
+    most = 1
+
+    def __init__(self, preprocessing: Preprocessing, threads: ThreadPoolExecutor):
+        self._preprocessing, self._threads = preprocessing, threads
+        self.connection, self._done = socket.socketpair()
+        self.requests: collections.deque[_Request] = collections.deque()
+        self.reserved = 0
+        self._answers: Future[list[Answer]]
+
+    def send(self, request: _Request) -> None:
+        """Starts to decode."""
+        self.requests.append(request)
+        self._answers = self._threads.submit(self._decode, request.opens, request.reserved)
+        self._answers.add_done_callback(lambda _: self._done.send(DONE))
+
+    def _decode(self, opens: list[Open], reserved: int) -> list[Answer]:
+        return [_decoded(self._preprocessing, open_, reserved) for open_ in opens]
+
+    def receive(self) -> list[Answer]:
+        """Returns the answers to the oldest request, which is no longer in `requests`."""
+        self.connection.recv(len(DONE))
+        self.requests.popleft()
+        return self._answers.result()
+
+    def close(self) -> None:
+        """Releases the connection, when the threads have ended."""
+        self.connection.close()
+        self._done.close()
+
+
+class _Process:
+    """A worker that decodes in a process of its own; its attributes are those of `_Thread`."""
+
+    most = SENT
+
+    def __init__(self, preprocessing: Preprocessing, slots: Slots):
+        self._slots, self._mailbox = slots, Mailbox()
+        self.child = Child(functools.partial(_answer, preprocessing, slots, self._mailbox))
+        self.requests: collections.deque[_Request] = collections.deque()
+        self.reserved = 0
+
+    @property
+    def connection(self) -> Connection:
+        return self.child.connection
+
+    def send(self, request: _Request) -> None:
+        """Sends a request."""
+        asked = [
+            self._mailbox.put(o.content) if isinstance(o, Content) else o for o in request.opens
+        ]
+        self._send(request.slot, asked, request.reserved - _in_memory(request.opens))
+        self.requests.append(request)
+
+    def _send(self, *arguments: object) -> None:
+        """Sends a request; the arguments are the last ones of `_answer`."""
+        try:
+            self.child.send(*arguments)
+        except OSError as error:
+            raise _unfinished(f"could not be started ({error})") from None
+
+    def receive(self) -> list[Answer]:
+        """Returns the answers to the oldest request, which is no longer in `requests`.
+
+        If the process has ended, a new one gets the other requests.
+        """
+        request = self.requests.popleft()
+        try:
+            sent: Sequence[Sent] = self.child.receive()
+        except ChildEndedError as error:
+            self._check_that_it_runs()
+            others, self.requests = self.requests, collections.deque()
+            for other in others:
+                self.send(other)
+            # One of several pictures is the cause, so each is requested again in its own request.
+            alone = len(request.opens) == 1
+            return [f"decoding it {error}"] if alone else [request.reserved] * len(request.opens)
+        finally:
+            # Only a request that is alone has contents here.
+            self._mailbox.empty()
+        return [
+            self._decoded(answer, open_) for answer, open_ in zip(sent, request.opens, strict=True)
+        ]
+
+    def _decoded(self, answer: Sent, open_: Open) -> Answer:
+        if isinstance(answer, Written):
+            image = self._slots.image(answer.begin, *answer.size)
+            return Decoded(image, answer.notes, answer.origin, answer.whole)
+        return answer + _in_memory([open_]) if isinstance(answer, int) else answer
+
+    def _check_that_it_runs(self) -> None:
+        """Raises UnfinishedError if a new process cannot be started."""
+        self._send(0, [], 0)
+        try:
+            self.child.receive()
+        except ChildEndedError as error:
+            raise _unfinished(str(error)) from None
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.child.end()
+        self._mailbox.close()
+
+
+type _Worker = _Thread | _Process
+
+
 class Decoders:
     """Decodes several pictures at a time.
 
-    Each decoder is a thread of this process. After `DECODED_HERE` pictures each thread starts a
-    process, which decodes for it. If a process crashes, its picture has no embedding.
+    Each decoder is a thread of this process. After `DECODED_HERE` pictures each one is a process
+    instead. If a process crashes, its picture has no embedding.
 
     Args:
       preprocessing: the conversion of pictures to images.
@@ -99,9 +267,12 @@ class Decoders:
         # A batch is yielded when so many have been started and not been yielded.
         self._ahead = self._batches - held
         self._slots = Slots(self._batches * rows, preprocessing.most_bytes)
-        self._threads = ThreadPoolExecutor(workers)
-        self._own = threading.local()
-        self._children: list[tuple[Child, Mailbox]] = []
+        self._executor = ThreadPoolExecutor(workers)
+        self._threads = [_Thread(preprocessing, self._executor) for _ in range(workers)]
+        self._processes: list[_Process] = []
+        # Requests that no decoder has yet, and what tells which decoder has an answer.
+        self._waiting: collections.deque[_Request] = collections.deque()
+        self._answers = selectors.DefaultSelector()
         self._quiet = quiet()
 
     def __enter__(self) -> "Decoders":
@@ -112,10 +283,11 @@ class Decoders:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         try:
-            self._threads.shutdown(cancel_futures=True)
-            for child, mailbox in self._children:
-                child.end()
-                mailbox.close()
+            self._answers.close()
+            self._executor.shutdown(cancel_futures=True)
+            workers: list[_Worker] = [*self._threads, *self._processes]
+            for worker in workers:
+                worker.close()
             self._slots.close()
         finally:
             self._quiet.__exit__(None, None, None)
@@ -129,139 +301,114 @@ class Decoders:
         reused, so they are valid only until the next batch is requested, or `held` batches later.
         """
         rest = iter(pictures)
-        ahead: collections.deque[tuple[list[Entry], Decoding]] = collections.deque()
+        ahead: collections.deque[_Batch] = collections.deque()
         for first_slot in itertools.cycle(range(0, self._batches * self._rows, self._rows)):
-            entries, decoding = self._start(rest, first_slot)
-            if not entries:
+            batch = self._start(rest, first_slot)
+            if not batch.entries:
                 break
-            ahead.append((entries, decoding))
+            ahead.append(batch)
             if len(ahead) == self._ahead:
-                yield _finished(*ahead.popleft())
+                yield self._finished(ahead.popleft())
         while ahead:
-            yield _finished(*ahead.popleft())
+            yield self._finished(ahead.popleft())
 
-    def _start(self, pictures: Iterator[Picture], slot: int) -> tuple[list[Entry], Decoding]:
+    def _start(self, pictures: Iterator[Picture], slot: int) -> _Batch:
         """Starts to decode the next batch into the slots that begin at `slot`."""
-        entries: list[Entry] = []
-        decoding: Decoding = []
+        batch = _Batch()
         opens: list[Open] = []
-        held = 0
+        sizes: list[int] = []
 
         def submit() -> None:
-            nonlocal opens, held
-            answer = self._answer_here if self._here > 0 else self._ask
-            self._here -= len(opens)
-            first = slot + len(entries) - len(opens)
-            decoding.append(self._threads.submit(self._decode, answer, first, opens, held))
-            opens, held = [], 0
+            nonlocal opens, sizes
+            first = len(batch.results)
+            reserved = max(self._share, _in_memory(opens))
+            self._waiting.append(_Request(batch, first, slot + first, opens, sizes, reserved))
+            batch.results += [""] * len(opens)
+            batch.missing += len(opens)
+            opens, sizes = [], []
+            self._continue(wait=False)
 
         for picture in pictures:
             size = picture.size or 0
             # Memory is freed only for contents that were submitted.
             if opens and (len(opens) == ASKED or not self._budget.has_room_ahead(size)):
                 submit()
+            while not self._budget.has_room_ahead(size):
+                self._continue()
             self._budget.read_ahead(size)
             try:
                 opens.append(picture.in_memory())
             except SourceEndsError:
                 self._budget.forget(size)
                 continue
-            held += size
-            entries.append(picture.entry)
-            if len(entries) == self._rows:
+            sizes.append(size)
+            batch.entries.append(picture.entry)
+            if len(batch.entries) == self._rows:
                 break
         if opens:
             submit()
-        return entries, decoding
+        return batch
 
-    def _decode(
-        self, answer: Callable[..., list[Answer]], slot: int, opens: list[Open], held: int
-    ) -> list[Decoded | str]:
-        """Decodes pictures whose contents, of `held` bytes in all, were read ahead."""
-        try:
-            return self._results(answer, slot, opens, max(self._share, _in_memory(opens)))
-        finally:
-            opens.clear()
-            self._budget.forget(held)
+    def _finished(self, batch: _Batch) -> tuple[list[Entry], list[Decoded | str]]:
+        """Waits until all pictures of the batch are decoded."""
+        while batch.missing:
+            self._continue()
+        return batch.entries, batch.results
 
-    def _results(
-        self, answer: Callable[..., list[Answer]], slot: int, opens: list[Open], size: int
-    ) -> list[Decoded | str]:
-        """Decodes pictures within `size` bytes each, and then those that need more."""
-        with self._budget.reserve(size):
-            answers = answer(slot, opens, size)
-        results: list[Decoded | str] = []
-        for i, result in enumerate(answers):
-            if isinstance(result, int):
-                results += self._results(answer, slot + i, opens[i : i + 1], result)
+    def _continue(self, wait: bool = True) -> None:
+        """Takes the answers that there are, or waits for one, and sends further requests."""
+        for key, _ in self._answers.select(None if wait else 0):
+            worker: _Worker = key.data
+            request = worker.requests[0]
+            self._answers.unregister(key.fileobj)
+            answers = worker.receive()
+            if worker.requests:
+                # Registered again, because a process that was started again has another connection.
+                self._answers.register(worker.connection, selectors.EVENT_READ, worker)
             else:
-                results.append(result)
-        return results
+                self._budget.free(worker.reserved)
+            self._take(request, answers)
+        while self._waiting and (found := self._worker_for(self._waiting[0])) is not None:
+            request = self._waiting.popleft()
+            found.send(request)
+            if len(found.requests) == 1:
+                found.reserved = request.reserved
+                self._answers.register(found.connection, selectors.EVENT_READ, found)
+            self._here -= len(request.opens)
 
-    def _answer_here(self, slot: int, opens: list[Open], size: int) -> list[Answer]:
-        """Decodes pictures in this thread."""
-        del slot
-        return [_decoded(self._preprocessing, open_, size) for open_ in opens]
+    def _take(self, request: _Request, answers: Sequence[Answer]) -> None:
+        """Puts answers into their batch, or requests again what needs more memory."""
+        batch, larger = request.batch, []
+        for i, answer in enumerate(answers):
+            if isinstance(answer, int):
+                larger.append(request.part(i, answer))
+                continue
+            batch.results[request.first + i] = answer
+            batch.missing -= 1
+            self._budget.forget(request.sizes[i])
+        self._waiting.extendleft(reversed(larger))
 
-    def _ask(self, slot: int, opens: list[Open], size: int) -> list[Answer]:
-        """Decodes pictures in this thread's process. `size` includes the mailbox's contents."""
-        child, mailbox = self._child()
-        mailbox.empty()
-        request = [mailbox.put(o.content) if isinstance(o, Content) else o for o in opens]
-        try:
-            sent = _answers(child, slot, request, size - _in_memory(opens))
-        except ChildEndedError as error:
-            _check_that_it_runs(child)
-            # One of several pictures is the cause, so each is requested again in its own request.
-            return [f"decoding it {error}"] if len(opens) == 1 else [size] * len(opens)
-        finally:
-            mailbox.empty()
-        answers: list[Answer] = []
-        for answer, open_ in zip(sent, opens):
-            if isinstance(answer, Written):
-                image = self._slots.image(answer.begin, *answer.size)
-                answers.append(Decoded(image, answer.notes, answer.origin, answer.whole))
-            else:
-                answers.append(answer + _in_memory([open_]) if isinstance(answer, int) else answer)
-        return answers
+    def _worker_for(self, request: _Request) -> _Worker | None:
+        """Returns the decoder that can take the request now, with its memory; None if none can."""
+        workers: Sequence[_Worker] = self._threads if self._here > 0 else self._started()
+        worker = min(workers, key=lambda worker: len(worker.requests))
+        if not worker.requests:
+            return worker if self._budget.reserve(request.reserved) else None
+        # A decoder decodes one request after another, in the same memory. The contents of both
+        # would not fit there.
+        fits = worker.reserved == request.reserved and not _in_memory(request.opens)
+        return worker if fits and len(worker.requests) < worker.most else None
 
-    def _child(self) -> tuple[Child, Mailbox]:
-        """Returns the process of this thread, and its mailbox."""
-        if not hasattr(self._own, "child"):
-            mailbox = Mailbox()
-            answer = functools.partial(_answer, self._preprocessing, self._slots, mailbox)
-            # The time for a picture is not known, so there is no timeout. If the process ends, its
-            # connection is closed.
-            child = Child(answer, lambda _: float("inf"), lambda *_: True)
-            self._own.child = child, mailbox
-            self._children.append(self._own.child)
-        return self._own.child
+    def _started(self) -> list[_Process]:
+        """Returns the processes. Each one is started by its first request."""
+        while len(self._processes) < len(self._threads):
+            self._processes.append(_Process(self._preprocessing, self._slots))
+        return self._processes
 
 
 def _in_memory(opens: Iterable[Open]) -> int:
     """Returns the number of bytes of the contents that are in memory."""
     return sum(len(open_.content) for open_ in opens if isinstance(open_, Content))
-
-
-def _finished(entries: list[Entry], decoding: Decoding) -> tuple[list[Entry], list[Decoded | str]]:
-    return entries, list(itertools.chain.from_iterable(future.result() for future in decoding))
-
-
-def _check_that_it_runs(child: Child) -> None:
-    """Raises UnfinishedError if a new process cannot be started."""
-    try:
-        _answers(child, 0, [], 0)
-    except ChildEndedError as error:
-        raise _unfinished(str(error)) from None
-
-
-def _answers(child: Child, *request: Any) -> Sequence[Sent]:
-    """Sends a request to a process; the arguments are the last ones of `_answer`."""
-    try:
-        (answers,) = child.ask(*request)
-    except OSError as error:
-        raise _unfinished(f"could not be started ({error})") from None
-    return answers
 
 
 def _unfinished(why: str) -> UnfinishedError:

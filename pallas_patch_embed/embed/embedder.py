@@ -32,10 +32,11 @@ from pallas_patch_embed.encoders.program import BY_CUBLAS
 
 NOT_FINITE = "its embedding is not finite"
 
-# Default number of images that a GPU or TPU, and a CPU, computes at a time. Two cores of a CPU take
+# Default number of images that a GPU or TPU, and a CPU, computes at a time. With 128 instead of 64
+# the host has less work for a picture (docs/experiments/embed.md). Two cores of a CPU take
 # 94, 65, 58, 58 and 66 ms for an image of B/16 224 in batches of 1, 2, 4, 8 and 16 (AVX2), and 158,
 # 116, 110, 111 and 130 ms with AMX.
-BATCH, BATCH_ON_CPU = 64, 4
+BATCH, BATCH_ON_CPU = 128, 4
 
 # A row of NaFlex images has room for a batch of the largest ones, and a place more for each 16 of
 # them. Image processors enlarge pictures to nearly the largest number of patches

@@ -23,7 +23,7 @@ import numpy as np
 from pallas_patch_embed.base.child import safe_paths
 from pallas_patch_embed.base.files import new_partial
 from pallas_patch_embed.embed.changes import Changes
-from pallas_patch_embed.embed.embedder import Embedder, column, why_not_written
+from pallas_patch_embed.embed.embedder import BATCH, Embedder, column, why_not_written
 from pallas_patch_embed.embed.folder import EMBEDDINGS, ERRORS, SHARD_BYTES, SHARD_ROWS, Folder
 from pallas_patch_embed.embed.ledger import Snapshot, State
 from pallas_patch_embed.embed.options import Options
@@ -46,8 +46,9 @@ from pallas_patch_embed.embed.units import (
 )
 
 # Number of pictures in a block, unless the user chose the batch of an actor, and number of bytes of
-# its encoded pictures. A batch of a CPU is too small for a block: every block is a task.
-BLOCK, BLOCK_BYTES = 64, 2**27
+# its encoded pictures. It is the batch of a GPU. A batch of a CPU is too small for a block: every
+# block is a task.
+BLOCK, BLOCK_BYTES = BATCH, 2**27
 
 # Beginning of the reason in a row that is no picture, but has numbers of pictures.
 COUNTED = "\0"

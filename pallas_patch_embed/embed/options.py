@@ -212,7 +212,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--batch",
         type=positive_integer,
         metavar="N",
-        help="pictures at a time (default: 64; CPU: 4)",
+        help="pictures at a time (default: 128; CPU: 4)",
     )
     group("--workers", type=positive_integer, metavar="N", help="decoders (default: one per CPU)")
     group("--resize", choices=("auto", "device", "host"), default="auto", help=HELP_RESIZE)

@@ -125,45 +125,36 @@ class Budget:
 
     def __init__(self, limit: int = MEMORY):
         self.limit, self.reserved, self.ahead = limit, 0, 0
-        self._changed = threading.Condition()
 
     def share(self, decoders: int) -> int:
         """Returns the number of bytes that each of several decoders can reserve at any time."""
         return (self.limit - self.limit // PARTS) // decoders
 
-    @contextlib.contextmanager
-    def reserve(self, size: int) -> Iterator[None]:
-        """Waits until `size` bytes are available to a decoder, and reserves them for the block."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self.reserved or self.ahead + self.reserved + size <= self.limit
-            )
-            self.reserved += size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.reserved -= size
-                self._changed.notify_all()
+    def reserve(self, size: int) -> bool:
+        """Reserves `size` bytes for a decoder, if they are available; returns whether they are."""
+        if self.reserved and self.ahead + self.reserved + size > self.limit:
+            return False
+        self.reserved += size
+        return True
+
+    def free(self, size: int) -> None:
+        """Frees `size` bytes that a decoder has reserved."""
+        self.reserved -= size
 
     def has_room_ahead(self, size: int) -> bool:
-        """Returns whether `read_ahead(size)` would not wait."""
+        """Returns whether there is memory for an encoded picture of `size` bytes."""
         return not self.ahead or (
             self.ahead + size <= self.limit // PARTS
             and self.ahead + self.reserved + size <= self.limit
         )
 
     def read_ahead(self, size: int) -> None:
-        """Waits until there is memory for an encoded picture of `size` bytes, and reserves it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.has_room_ahead(size))
-            self.ahead += size
+        """Reserves memory for an encoded picture of `size` bytes, for which there is room."""
+        self.ahead += size
 
     def forget(self, size: int) -> None:
         """Frees `size` bytes that `read_ahead` has reserved."""
-        with self._changed:
-            self.ahead -= size
-            self._changed.notify_all()
+        self.ahead -= size
 
 
 def check_size(size: int, most: int) -> None:

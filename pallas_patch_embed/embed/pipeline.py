@@ -107,7 +107,7 @@ def run(
             held = HELD
             batches = batches_in_memory(workers, embedder.rows, held)
             preprocessing = dataclasses.replace(
-                preprocessing, whole=largest_whole(batches * embedder.rows)
+                preprocessing, whole=largest_whole(batches * embedder.batch)
             )
         decoding = Decoders(preprocessing, workers, Budget(), embedder.rows, held)
     with decoding as decoders:

@@ -41,8 +41,8 @@ FEWEST = 2**20
 # Number of batches whose pictures may still be copied when the batch after them is decoded.
 HELD = 2
 
-# Memory of the host in bytes for whole pictures on their way to the devices. Pictures so large that
-# all of them would need more are resized on the host.
+# Memory of the host in bytes for whole pictures on their way to a device. If pictures are so large
+# that all of them would need more, the host resizes them.
 MEMORY = 3 * 2**30
 
 # Largest size in bytes of the images of a batch, whose places are int32.
@@ -50,7 +50,7 @@ MOST_BATCH = 2**30
 
 
 def largest_whole(pictures: int) -> Whole:
-    """Returns the largest picture that is resized on the device, if so many are on their way."""
+    """Returns the largest picture that a device resizes, if so many are on their way to it."""
     return Whole(MEMORY // pictures, MOST_SIDE)
 
 

@@ -396,7 +396,9 @@ def _is_remote_folder(url: str) -> bool:
 
 def _within(folder: str, real: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yields the path of each name in a folder, and the path with the folder's links resolved."""
-    return ((os.path.join(folder, name), os.path.join(real, name)) for name in names)
+    # Names contain no separators, so this is `os.path.join` in less time.
+    shown, resolved = os.path.join(folder, ""), os.path.join(real, "")
+    return ((shown + name, resolved + name) for name in names)
 
 
 def _reason(error: OSError) -> str:

@@ -1,6 +1,5 @@
 """Embedding picture files from the command line."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -13,7 +12,6 @@ import weakref
 import zipfile
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -205,15 +203,18 @@ def test_the_norm_of_large_embeddings_does_not_overflow():
 
 
 def test_no_more_pixels_are_decoded_at_a_time_than_the_budget_has(tmp_path, pictures, monkeypatch):
-    class SignallingCondition(threading.Condition):
-        def wait(self, timeout=None):
-            met.set()
-            return super().wait(timeout)
-
     # Every picture has 60000 pixels, so a second picture has to wait for the budget. The first one
     # is decoded only when another one waits, or is decoded too.
-    budget, met, lock, inside = Budget(1_000_000), threading.Event(), threading.Lock(), []
-    budget._changed = SignallingCondition()
+    met, lock, inside = threading.Event(), threading.Lock(), []
+
+    class Signalling(Budget):
+        def reserve(self, size):
+            reserved = super().reserve(size)
+            if not reserved:
+                met.set()
+            return reserved
+
+    budget = Signalling(1_000_000)
     most = []
 
     def decoding(picture, exif):
@@ -238,20 +239,10 @@ def test_no_more_pixels_are_decoded_at_a_time_than_the_budget_has(tmp_path, pict
 def test_a_picture_of_more_pixels_than_the_budget_is_decoded_alone(tmp_path, pictures, monkeypatch):
     monkeypatch.setattr(pipeline, "Budget", lambda: Budget(1))
     assert run(tmp_path, pictures, workers=4)[0] == 0
-    budget, held = Budget(10), []
-
-    def small():
-        with budget.reserve(1):
-            held.append(budget.reserved)
-
-    with budget.reserve(1000):
-        thread = threading.Thread(target=small)
-        thread.start()
-        changed: Any = budget._changed
-        while not changed._waiters:
-            assert thread.is_alive(), "the thread did not wait"
-    thread.join()
-    assert held == [1] and budget.reserved == 0
+    budget = Budget(10)
+    assert budget.reserve(1000) and not budget.reserve(1)
+    budget.free(1000)
+    assert budget.reserve(1) and budget.reserved == 1
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
@@ -259,9 +250,8 @@ def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, m
     pictures = []
 
     class Checking(Budget):
-        @contextlib.contextmanager
-        def reserve(self, size):
-            yield
+        def free(self, size):
+            super().free(size)
             assert pictures and all(picture() is None for picture in pictures)
 
     def decoding(picture, exif):

@@ -122,8 +122,6 @@ def test_a_content_that_ends_early_frees_its_memory_and_takes_no_row(rows):
 
 
 def test_an_error_while_a_stream_waits_for_memory_ends_the_run(monkeypatch):
-    """The threads that fail free the memory, and the reader gets their error."""
-
     class Broken(Preprocessing):
         def decode(self, *arguments, **options):
             raise KeyboardInterrupt
@@ -593,9 +591,10 @@ with decoders.Decoders(how, workers, pictures.Budget(limit), 64) as pool:
             else:
                 found += 1
     peak = memory("VmHWM") - before
-    for child, _ in pool._children:
+    for process in pool._processes:
         # A process that has imported Pillow and NumPy, and that decodes nothing, has 60 MB.
-        peak += memory("VmHWM", child._process.pid) - 60 * 2**20
+        if process.child._process is not None:
+            peak += memory("VmHWM", process.child._process.pid) - 60 * 2**20
 print(found, peak, *failed, sep="\\n")
 """
 
