@@ -207,7 +207,7 @@ class _Process:
             alone = len(request.opens) == 1
             return [f"decoding it {error}"] if alone else [request.reserved] * len(request.opens)
         finally:
-            # Only a request that is alone has contents here.
+            # Only the oldest request may have contents here.
             self._mailbox.empty()
         return [
             self._decoded(answer, open_) for answer, open_ in zip(sent, request.opens, strict=True)

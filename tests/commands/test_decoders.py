@@ -26,6 +26,8 @@ from tests.commands.shard_folders import COMMAND
 from tests.encoder.goldens import checkpoint
 from tests.repository import environment
 
+pytestmark = pytest.mark.usefixtures("time_limit")
+
 FIXED, NAFLEX = "hf_siglip_p14_224", "hf_siglip2_naflex_p16"
 
 
@@ -123,19 +125,36 @@ def test_no_more_memory_is_used_at_a_time_than_the_budget_has(tmp_path, monkeypa
     assert budget.reserved == budget.ahead == 0
 
 
+@pytest.mark.parametrize("kind", ["contents", "files"])
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_only_a_picture_that_crashes_its_process_has_no_embedding(in_processes, rows):
-    """This holds for all pictures that are decoded in the same request."""
+def test_only_a_picture_that_crashes_its_process_has_no_embedding(
+    in_processes, tmp_path, monkeypatch, rows, kind
+):
+    """This holds for all pictures of the same request, and for a request that waits behind it."""
     opened = [Content(encoded(20 + i, 20)) for i in range(30)]
+    if kind == "files":
+        for i, content in enumerate(opened):
+            (tmp_path / f"{i}.png").write_bytes(content.content)
+        opened = [functools.partial(opened_file, tmp_path / f"{i}.png") for i in range(30)]
     wanted = decoded(opened, workers=1)
     budget = Budget(9000)  # Two processes need more for some pictures.
     for i in (0, 11, 12, 13, 29):
         opened[i], wanted[i] = opened_pictures.crash, "decoding it ended its process, by SIGKILL"
+    sent, send = [], decoders._Process.send
+
+    def recorded(process, request):
+        send(process, request)
+        contents = any(isinstance(open_, Content) for open_ in request.opens)
+        sent.append((contents, len(process.requests)))
+
+    monkeypatch.setattr(decoders._Process, "send", recorded)
     found = decoded(opened, budget=budget, rows=rows)
     assert [isinstance(image, str) for image in found] == [isinstance(w, str) for w in wanted]
     for image, right in zip(found, wanted):
         np.testing.assert_array_equal(image, right)
     assert budget.reserved == 0
+    # Contents of a second request would not fit into the memory of the first one.
+    assert max(sent) == ((True, 1) if kind == "contents" else (False, decoders.SENT))
 
 
 @pytest.mark.parametrize("name", [FIXED, NAFLEX])
