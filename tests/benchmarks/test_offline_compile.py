@@ -65,11 +65,12 @@ def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, images, dtype
     loop = kernel["tile_loop"]
     K_bytes = problem.patches[-1] * (2 if dtype == "bfloat16" else 1)
     instruction = {"bfloat16": "HGMMA", "int8": "IGMMA", "float8_e4m3fn": "QGMMA"}[dtype]
-    # A row of 128 bytes of K has four products of 32 bytes for 64 rows. If there are many rows, the
+    # A row of 128 bytes of K has four products of 32 bytes for 64 rows. If K has many of them, the
     # first and the last, a turn of a loop and what is left over are written out.
     chunks = K_bytes // 128
-    if chunks > sm90.MOST_UNROLLED:
-        chunks = 2 + sm90.UNROLLED + (chunks - 2) % sm90.UNROLLED
+    most, in_turn = sm90.unrolled(problem)
+    if chunks > most:
+        chunks = 2 + in_turn + (chunks - 2) % in_turn
     products = 4 * chunks * config.rows // 64
     assert loop[instruction] == kernel["instructions"][instruction] == products
     # A thread writes 16 bytes at once. The loop has no other access to global (LD, LDG), shared

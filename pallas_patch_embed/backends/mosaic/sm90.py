@@ -67,7 +67,16 @@ ACTIVATION_REGISTERS, TAIL_REGISTERS = 16, 8
 # The largest number of chunks whose products are unrolled, and how many a turn of a loop has if
 # there are more. Without a loop the compilers took 41 s for a tile of 256 x 192 and 48 chunks, and
 # spilled; with it 4.2 s. The machine code waits in the same places.
-MOST_UNROLLED, UNROLLED = 12, 4
+UNROLLED = (12, 4)
+
+# The same with few rows, where somebody waits for the compilers: they take two thirds of the time.
+# One to eight images of a whole B/16 take as long as with the numbers above, up to 1%.
+FEW_ROWS, UNROLLED_FOR_FEW = 8 * 196, (4, 2)
+
+
+def unrolled(problem: Problem) -> tuple[int, int]:
+    """Returns how many chunks are unrolled at most, and how many a turn of a loop has."""
+    return UNROLLED_FOR_FEW if problem.rows <= FEW_ROWS else UNROLLED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,8 +384,9 @@ class Worker(launch.Worker):
                 free(k - 1, pending=1)
 
             last = self.chunks - 1
-            turns = 0 if self.chunks <= MOST_UNROLLED else (last - 1) // UNROLLED
-            looped = last - turns * UNROLLED
+            most, in_turn = unrolled(self.problem)
+            turns = 0 if self.chunks <= most else (last - 1) // in_turn
+            looped = last - turns * in_turn
             issue(0)
             for k in range(1, looped):
                 issue_and_free(k)
@@ -384,8 +394,8 @@ class Worker(launch.Worker):
 
                 @pl.loop(0, turns)
                 def turn(i):
-                    for j in range(UNROLLED):
-                        issue_and_free(looped + i * UNROLLED + j)
+                    for j in range(in_turn):
+                        issue_and_free(looped + i * in_turn + j)
 
             if last > 0:
                 issue(last)
