@@ -360,12 +360,14 @@ class Decoders:
         for key, _ in self._answers.select(None if wait else 0):
             worker: _Worker = key.data
             request = worker.requests[0]
-            self._answers.unregister(key.fileobj)
             answers = worker.receive()
-            if worker.requests:
-                # Registered again, because a process that was started again has another connection.
+            # A process that was started again has another connection.
+            same = worker.connection is key.fileobj
+            if not (worker.requests and same):
+                self._answers.unregister(key.fd)
+            if worker.requests and not same:
                 self._answers.register(worker.connection, selectors.EVENT_READ, worker)
-            else:
+            if not worker.requests:
                 self._budget.free(worker.reserved)
             self._take(request, answers)
         while self._waiting and (found := self._worker_for(self._waiting[0])) is not None:

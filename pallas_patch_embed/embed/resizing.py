@@ -213,6 +213,36 @@ class _Step(NamedTuple):
     axes: tuple[Axis, Axis]
 
 
+class _Call(NamedTuple):
+    """Pictures that a program resizes together.
+
+    Attributes:
+      shape: (height, width, 3) for which the program is compiled.
+      columns_first: as in `_Step`, of all of them.
+      where: as for `unpack`, on the device.
+      axes: coefficients of the rows and of the columns.
+    """
+
+    shape: tuple[int, int, int]
+    columns_first: bool
+    where: jax.Array
+    axes: list[Taps]
+
+
+class _Calls(NamedTuple):
+    """How the pictures of a batch are resized.
+
+    Attributes:
+      calls: the calls.
+      places: where the image of each picture is in their results, on the device.
+      needed: number of bytes that the calls read.
+    """
+
+    calls: list[_Call]
+    places: jax.Array
+    needed: int
+
+
 # Folders often have pictures of one size, so the coefficients of some calls stay on the device.
 @functools.lru_cache(maxsize=8)
 def _coefficients(axes: Sequence[Axis], pictures: int, device: jax.Device) -> Taps:
@@ -289,62 +319,67 @@ class Resizer:
             for i in run.pictures:
                 begins[i], begin = begin, begin + pictures[i].size
             pieces += added
+        steps = [self._step(p.shape[0], p.shape[1], each) for p, each in zip(pictures, whole)]
+        calls = self._calls([picture.shape for picture in pictures], begins, steps, device)
+        # What a program needs besides the pictures is copied before them. Otherwise its copy would
+        # wait for the pictures of the next batch, and the start of the program for its copy.
         copies = jax.device_put(pieces, device, may_alias=False)
         self._copies[-1] += copies
-        steps = [self._step(p.shape[0], p.shape[1], each) for p, each in zip(pictures, whole)]
-        shapes = [picture.shape for picture in pictures]
-        return functools.partial(self._resized, device, copies, begins, shapes, steps)
+        return functools.partial(self._resized, copies, calls)
 
-    def _resized(
+    def _calls(
         self,
-        device: jax.Device,
-        pieces: list[jax.Array],
-        begins: npt.NDArray[np.int32],
         shapes: Sequence[tuple[int, ...]],
+        begins: npt.NDArray[np.int32],
         steps: Sequence[_Step],
-    ) -> jax.Array:
-        """Starts to resize pictures that begin at these bytes of the pieces."""
+        device: jax.Device,
+    ) -> _Calls:
+        """Divides pictures that begin at these bytes into calls; copies what says so."""
 
         def order_of(i: int) -> bool:
             return steps[i].columns_first
 
         order = sorted(range(len(shapes)), key=lambda i: (order_of(i), math.prod(shapes[i])))
-        calls = [
-            call
-            for _, group in itertools.groupby(order, order_of)
-            for call in itertools.batched(group, CALL)
+        groups = [
+            group
+            for _, same in itertools.groupby(order, order_of)
+            for group in itertools.batched(same, CALL)
         ]
-        sizes = [
-            tuple(padded(max(shapes[i][axis] for i in call)) for axis in (0, 1)) for call in calls
-        ]
-        pieces = [*pieces, *pieces[-1:] * (-len(pieces) % PIECES)]
-        # A row of the largest program follows the last picture. There are few programs, because the
-        # number of bytes is a power of two.
-        last = max(int(begin) + math.prod(shape) for begin, shape in zip(begins, shapes))
-        needed = max(
-            FEWEST, last + 3 * max(width for _, width in sizes), len(pieces) * len(pieces[0])
-        )
-        packed = _joined(pieces, size=1 << (needed - 1).bit_length())
         B = min(CALL, len(shapes))
-        parts, places = [], np.empty(len(shapes), np.int32)
-        for number, (call, size) in enumerate(zip(calls, sizes)):
-            begin, width = np.zeros((2, B), np.int32)
-            begin[: len(call)] = begins[list(call)]
-            width[: len(call)] = [shapes[i][1] for i in call]
-            axes = (
-                _coefficients(tuple(steps[i].axes[axis] for i in call), B, device)
+        calls, places = [], np.empty(len(shapes), np.int32)
+        for number, group in enumerate(groups):
+            height, width = (padded(max(shapes[i][axis] for i in group)) for axis in (0, 1))
+            where = np.zeros((2, B), np.int32)
+            where[:, : len(group)] = begins[list(group)], [shapes[i][1] for i in group]
+            axes = [
+                _coefficients(tuple(steps[i].axes[axis] for i in group), B, device)
                 for axis in (0, 1)
+            ]
+            places[list(group)] = number * B + np.arange(len(group))
+            calls.append(
+                _Call((height, width, 3), order_of(group[0]), jax.device_put(where, device), axes)
             )
-            parts.append(
-                resize(
-                    unpack(packed, begin, width, shape=(*size, 3)),
-                    *axes,
-                    columns_first=order_of(call[0]),
-                    fill=self._fill,
-                )
+        last = max(int(begin) + math.prod(shape) for begin, shape in zip(begins, shapes))
+        # A row of the largest program follows the last picture.
+        needed = last + 3 * max(call.shape[1] for call in calls)
+        return _Calls(calls, jax.device_put(places, device), needed)
+
+    def _resized(self, pieces: list[jax.Array], calls: _Calls) -> jax.Array:
+        """Starts to resize the pictures in these pieces."""
+        pieces = [*pieces, *pieces[-1:] * (-len(pieces) % PIECES)]
+        # There are few programs, because the number of bytes is a power of two.
+        needed = max(FEWEST, calls.needed, len(pieces) * len(pieces[0]))
+        packed = _joined(pieces, size=1 << (needed - 1).bit_length())
+        parts = [
+            resize(
+                unpack(packed, call.where, shape=call.shape),
+                *call.axes,
+                columns_first=call.columns_first,
+                fill=self._fill,
             )
-            places[list(call)] = number * B + np.arange(len(call))
-        return _in_order(parts, places)
+            for call in calls.calls
+        ]
+        return _in_order(parts, calls.places)
 
     def _step(self, height: int, width: int, whole: bool) -> _Step:
         """Returns how a picture is resized; one that is not whole stays as it is."""

@@ -173,22 +173,20 @@ def stacked(parts: Sequence[Taps], pictures: int) -> Taps:
 
 
 @functools.partial(jax.jit, static_argnames=("shape",))
-def unpack(
-    pixels: jax.Array, begins: jax.Array, widths: jax.Array, *, shape: tuple[int, int, int]
-) -> jax.Array:
+def unpack(pixels: jax.Array, where: jax.Array, *, shape: tuple[int, int, int]) -> jax.Array:
     """Separates pictures that follow each other in memory.
 
     Args:
       pixels: [N] uint8, the pictures, each [height, width, C] without padding. At least W * C other
         values follow the last picture.
-      begins: [B] int32, where each picture begins.
-      widths: [B] int32, the width of each picture.
+      where: [2, B] int32, where each picture begins, and its width.
       shape: (H, W, C), no smaller than the shape of a picture.
 
     Returns:
       [B, H, W, C] uint8. What is outside of a picture is arbitrary.
     """
     H, W, C = shape
+    begins, widths = where
     starts = begins[:, None] + C * widths[:, None] * jnp.arange(H, dtype=jnp.int32)[None]
     # The end of a row is the beginning of the next one.
     rows = lax.gather(

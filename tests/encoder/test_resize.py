@@ -51,7 +51,7 @@ def on_device(pictures, to, name, corner=(0, 0), size=None, **options):
     pixels[: sum(p.size for p in pictures)] = np.concatenate([p.ravel() for p in pictures])
     begins = np.cumsum([0, *(p.size for p in pictures[:-1])], dtype=np.int32)
     widths = np.array([p.shape[1] for p in pictures], np.int32)
-    whole = unpack(pixels, begins, widths, shape=(*room, C))
+    whole = unpack(pixels, np.stack([begins, widths]), shape=(*room, C))
     axes = [
         stacked(
             [taps(p.shape[i], to[i], name, corner[i], size[i]) for p in pictures], len(pictures)
