@@ -70,7 +70,8 @@ ACTIVATION_REGISTERS, TAIL_REGISTERS = 16, 8
 UNROLLED = (12, 4)
 
 # The same with few rows, where somebody waits for the compilers: they take two thirds of the time.
-# One to eight images of a whole B/16 take as long as with the numbers above, up to 1%.
+# One, two and eight images of a whole B/16 take as long as with the numbers above, up to 2%, four
+# perhaps 3% longer (docs/experiments/encoder.md).
 FEW_ROWS, UNROLLED_FOR_FEW = 8 * 196, (4, 2)
 
 
