@@ -150,6 +150,7 @@ class Jax:
             used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
         )
         self.contenders[name] = Contender(functools.partial(compiled, *operands), seconds, peak)
+        say(name, "compiled", seconds)
 
     def embeddings(self, name: str) -> list[list[float]]:
         return np.asarray(self.contenders[name].call(), np.float32).tolist()
@@ -169,7 +170,15 @@ def _in_8_bits(folder: str, dtype: str, side: int) -> Any:
     """Loads an encoder in 8 bits once for all numbers of images."""
     from benchmarks.encoder import in_8_bits
 
-    return in_8_bits(folder, images_of(side, 4), dtype)
+    start = time.perf_counter()
+    rounded = in_8_bits(folder, images_of(side, 4), dtype)
+    say(dtype, "calibrated and rounded", time.perf_counter() - start)
+    return rounded
+
+
+def say(what: str, done: str, seconds: float) -> None:
+    """Prints a step that takes long to standard error, to which `serve` redirects."""
+    print(f"  {what}: {done} in {seconds:.0f} s", flush=True)
 
 
 def _ours(encoder, images):
@@ -355,6 +364,7 @@ class Torch:
                 name = f"{name}, torchao's {dtype}"
             try:
                 self.contenders[name] = self._compile(folder, images, mode, dtype)
+                say(name, "compiled", self.contenders[name].compile_seconds)
             except Exception as reason:
                 left_out[name] = first_line(reason)
         return describe(self.contenders, left_out)

@@ -6,6 +6,7 @@ It draws headline.png, and headline_dark.png for dark pages, and prints the tabl
 the newest records on an H200 of these benchmarks:
 
   benchmarks.encoder_peers    encoder_peers.jsonl: whole encoders, many pictures a call and one
+  benchmarks.resizing         resizing.jsonl: the command `embed`
   benchmarks.images           images.jsonl: the patch embedding of 4736 images
 """
 
@@ -24,7 +25,7 @@ FOLDER = Path(__file__).parent / "h200"
 # Encoders and pictures a call, in the order of the table.
 THROUGHPUT = (("B/16 224", 512), ("So400m/14 384", 512), ("So400m/14 384", 64))
 ONE_PICTURE = ("B/16 224", "So400m/14 384")
-EMBEDDED_IMAGES, SHAPE = 4736, "B/16 224"
+EMBEDDED_IMAGES, SHAPE, CORES = 4736, "B/16 224", 16
 
 # Labels of contenders by patterns that their names begin with; the first one that fits counts.
 ENCODERS = {
@@ -41,6 +42,9 @@ OPERATORS = {
     "convolution": "convolution",
 }
 OURS = "this library"
+
+# Number of characters above which a title is broken, because a panel is not wider.
+LONGEST_TITLE = 36
 
 # Colours of this library's bars, of the others', of the text and of the page, by picture.
 COLOURS = {
@@ -101,7 +105,8 @@ def compare(
         for record in records:
             if any(record.get(name) != value for name, value in wanted.items()):
                 continue
-            if label := next((labels[x] for x in labels if re.match(x, record["contender"])), ""):
+            contender = record.get("contender", "")
+            if label := next((labels[x] for x in labels if re.match(x, contender)), ""):
                 values[label] = better(values.get(label, number(record)), number(record))
         if values and (found is None or date >= found.date):
             found = Comparison(values=values, date=date, **about)
@@ -123,6 +128,17 @@ def comparisons(folder: Path = FOLDER) -> list[Comparison]:
         )
         for encoder, images in THROUGHPUT
     ]
+    found.append(
+        compare(
+            folder / "resizing.jsonl",
+            dict(kind="embed", encoder=SHAPE, form="jpeg", devices=1, allowed=CORES),
+            {"": f"{OURS}, bfloat16"},
+            lambda r: r["rate"],
+            what=f"JPEG files to embeddings, SigLIP {SHAPE}, {CORES} cores",
+            unit="pictures/s",
+            more_is_better=True,
+        )
+    )
     found += [
         compare(
             peers,
@@ -168,6 +184,7 @@ def table(found: list[Comparison]) -> str:
                     f"{label.removeprefix(f'{OURS}, ')} {written(value, comparison.unit)}"
                     for label, value in own
                 )
+                or "not compared"
             )
         cells[0] = f"**{cells[0]}**"
         lines.append(f"| {comparison.what}, {comparison.unit} | {' | '.join(cells)} |")
@@ -175,10 +192,11 @@ def table(found: list[Comparison]) -> str:
 
 
 def draw(found: list[Comparison], path: Path) -> None:
-    """Draws a panel of bars for each comparison, to be read at a width of 800 pixels."""
+    """Draws a panel of bars for each comparison with others, to be read at 800 pixels of width."""
     from matplotlib.figure import Figure
 
     ours, others, text, page = COLOURS[path.name]
+    found = [comparison for comparison in found if len(comparison.values) > 1]
     figure = Figure(figsize=(8, 1.5 * math.ceil(len(found) / 2)), layout="constrained")
     figure.set_facecolor(page)
     panels = list(figure.subplots(math.ceil(len(found) / 2), 2, squeeze=False).flat)
@@ -192,7 +210,10 @@ def draw(found: list[Comparison], path: Path) -> None:
             label = f" {written(value, comparison.unit)}"
             axes.text(value, i, label, va="center", fontsize=9, color=text)
         better = "more" if comparison.more_is_better else "less"
-        title = f"{comparison.what}\n{comparison.unit}, {better} is better"
+        what = comparison.what
+        if len(what) > LONGEST_TITLE:
+            what = ",\n".join(what.rsplit(", ", 1))
+        title = f"{what}\n{comparison.unit}, {better} is better"
         axes.set_title(title, fontsize=9, color=text, loc="left")
         axes.set_xlim(0, 1.2 * max(values))
         axes.tick_params(labelsize=9, colors=text, length=0)

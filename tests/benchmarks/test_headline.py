@@ -40,8 +40,11 @@ RECORDS = [
 ]
 
 
-def write(folder, records):
-    (folder / "encoder_peers.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+EMBEDDED = dict(kind="embed", encoder="B/16 224", form="jpeg", devices=1, allowed=16)
+
+
+def write(folder, records, name="encoder_peers.jsonl"):
+    (folder / name).write_text("".join(f"{json.dumps(r)}\n" for r in records))
 
 
 def test_the_newest_run_and_the_fastest_mode_count(tmp_path):
@@ -59,6 +62,17 @@ def test_the_newest_run_and_the_fastest_mode_count(tmp_path):
         "| SigLIP B/16 224, 512 pictures a call, pictures/s "
         "| **int8 32,000; bfloat16 25,600** | torchao, int8 20,000; torch.compile 16,000 |",
         "| SigLIP B/16 224, one picture, ms | **bfloat16 1.50** | torch.compile 12.2 |",
+    ]
+
+
+def test_the_command_embed_is_compared_with_nothing(tmp_path):
+    slower, tars, more_cores = dict(rate=4000.4), dict(form="tar"), dict(allowed=32)
+    records = [EMBEDDED | dict(rate=5000.4) | more for more in ({}, slower, tars, more_cores)]
+    write(tmp_path, [run_of("2026-01-02"), *records], "resizing.jsonl")
+    (found,) = headline.comparisons(tmp_path)
+    assert headline.table([found]).splitlines()[2:] == [
+        "| JPEG files to embeddings, SigLIP B/16 224, 16 cores, pictures/s "
+        "| **bfloat16 5,000** | not compared |"
     ]
 
 
