@@ -113,11 +113,8 @@ def resizing(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     B = chosen.batch
     for (width, height), side in chosen.shapes:
         pictures = photographs(B, (width, height))
-        places = (
-            packed(pictures),
-            np.arange(B, dtype=np.int32) * pictures[0].size,
-            np.full(B, width, np.int32),
-        )
+        begins = np.arange(B, dtype=np.int32) * pictures[0].size
+        places = packed(pictures), np.stack([begins, np.full(B, width, np.int32)])
         unpacked = functools.partial(unpack, shape=(padded(height), padded(width), 3))
         contenders = {}
         for name in chosen.filters:

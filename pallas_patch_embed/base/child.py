@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -45,6 +45,11 @@ class ChildEndedError(Exception):
 
 class UnkillableError(OSError):
     """A process is still running after it was killed."""
+
+
+def pickled(*arguments: Any) -> memoryview:
+    """Returns a request for `Child.send`."""
+    return reduction.ForkingPickler.dumps(arguments)
 
 
 def poll(connection: Connection, seconds: float, last: Any) -> bool:
@@ -99,8 +104,8 @@ class Child:
         """
         if self._answering:
             self.end()
-        self.send(*arguments)
         self._answering = True
+        self.send(pickled(*arguments))
         message = None
         while True:
             seconds = self._patience(message)
@@ -117,11 +122,13 @@ class Child:
                 return
             yield message
 
-    def send(self, *arguments: Any) -> None:
-        """Sends a request whose answer is only its last message, for `receive`.
+    def send(self, request: memoryview) -> None:
+        """Sends a request that was `pickled`, whose answer is only its last message.
 
-        Several requests may be sent, which are answered one after another. The `connection` has
-        something to read when there is an answer.
+        `receive` waits for the answer, and `connection` has something to read when there is one.
+        Several requests may be sent, which are answered one after another. If another one is
+        unanswered, the child may wait until its answer is received, before it reads a request that
+        is larger than a pipe.
 
         Raises:
           OSError: the child could not be started.
@@ -129,7 +136,7 @@ class Child:
         if self._process is None:
             self._begin()
         with contextlib.suppress(BrokenPipeError):  # The child has ended: to receive raises.
-            self.connection.send(arguments)
+            self.connection.send_bytes(request)
 
     def receive(self) -> Any:
         """Waits for the answer to the oldest request of `send`.

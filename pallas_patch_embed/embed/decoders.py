@@ -15,14 +15,13 @@ import itertools
 import math
 import selectors
 import socket
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
-from pallas_patch_embed.base.child import Child, ChildEndedError, Send
+from pallas_patch_embed.base.child import Child, ChildEndedError, Send, pickled
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import Budget, LargerError, Open, check_room, quiet, reason
 from pallas_patch_embed.embed.preprocessing import Decoded, Preprocessing
@@ -37,9 +36,9 @@ DECODED_HERE = 512
 ASKED = 16
 
 # Number of requests that a process has at a time: it decodes one while the next waits in its pipe.
-# On Linux an answer always fits into a pipe. Where it does not, a process that waits to send one
-# would not read a request that does not fit either.
-SENT = 2 if sys.platform == "linux" else 1
+# The next one has a limited size in bytes, so that it fits into every system's pipe. A larger one
+# would wait until the process reads it, and the process may wait until its answer is read.
+SENT, SMALL = 2, 2**12
 
 # What a thread sends when it has an answer.
 DONE = b"."
@@ -114,6 +113,16 @@ class _Request:
     sizes: list[int]
     reserved: int
 
+    @property
+    def in_memory(self) -> int:
+        """Number of bytes of the contents that are in memory."""
+        return _in_memory(self.opens)
+
+    @functools.cached_property
+    def pickled(self) -> memoryview:
+        """The request to a process, if no contents are in memory."""
+        return pickled(self.slot, self.opens, self.reserved)
+
     def part(self, i: int, reserved: int) -> "_Request":
         """Returns a request for picture i of this one alone."""
         opens, sizes = self.opens[i : i + 1], self.sizes[i : i + 1]
@@ -134,16 +143,19 @@ class _Thread:
 
     def __init__(self, preprocessing: Preprocessing, threads: ThreadPoolExecutor):
         self._preprocessing, self._threads = preprocessing, threads
-        self.connection, self._done = socket.socketpair()
+        self._done: socket.socket | None = None
         self.requests: collections.deque[_Request] = collections.deque()
         self.reserved = 0
         self._answers: Future[list[Answer]]
 
     def send(self, request: _Request) -> None:
         """Starts to decode."""
+        if self._done is None:
+            self.connection, self._done = socket.socketpair()
+        done = self._done
         self.requests.append(request)
         self._answers = self._threads.submit(self._decode, request.opens, request.reserved)
-        self._answers.add_done_callback(lambda _: self._done.send(DONE))
+        self._answers.add_done_callback(lambda _: done.send(DONE))
 
     def _decode(self, opens: list[Open], reserved: int) -> list[Answer]:
         return [_decoded(self._preprocessing, open_, reserved) for open_ in opens]
@@ -152,12 +164,15 @@ class _Thread:
         """Returns the answers to the oldest request, which is no longer in `requests`."""
         self.connection.recv(len(DONE))
         self.requests.popleft()
-        return self._answers.result()
+        answers = self._answers
+        del self._answers  # It would keep the images.
+        return answers.result()
 
     def close(self) -> None:
         """Releases the connection, when the threads have ended."""
-        self.connection.close()
-        self._done.close()
+        if self._done is not None:
+            self.connection.close()
+            self._done.close()
 
 
 class _Process:
@@ -177,16 +192,20 @@ class _Process:
 
     def send(self, request: _Request) -> None:
         """Sends a request."""
-        asked = [
-            self._mailbox.put(o.content) if isinstance(o, Content) else o for o in request.opens
-        ]
-        self._send(request.slot, asked, request.reserved - _in_memory(request.opens))
+        if request.in_memory:
+            opens = [
+                self._mailbox.put(open_.content) if isinstance(open_, Content) else open_
+                for open_ in request.opens
+            ]
+            self._send(pickled(request.slot, opens, request.reserved - request.in_memory))
+        else:
+            self._send(request.pickled)
         self.requests.append(request)
 
-    def _send(self, *arguments: object) -> None:
-        """Sends a request; the arguments are the last ones of `_answer`."""
+    def _send(self, request: memoryview) -> None:
+        """Sends a request with the last arguments of `_answer`."""
         try:
-            self.child.send(*arguments)
+            self.child.send(request)
         except OSError as error:
             raise _unfinished(f"could not be started ({error})") from None
 
@@ -221,7 +240,7 @@ class _Process:
 
     def _check_that_it_runs(self) -> None:
         """Raises UnfinishedError if a new process cannot be started."""
-        self._send(0, [], 0)
+        self._send(pickled(0, [], 0))
         try:
             self.child.receive()
         except ChildEndedError as error:
@@ -396,10 +415,12 @@ class Decoders:
         worker = min(workers, key=lambda worker: len(worker.requests))
         if not worker.requests:
             return worker if self._budget.reserve(request.reserved) else None
+        if len(worker.requests) == worker.most or worker.reserved != request.reserved:
+            return None
         # A decoder decodes one request after another, in the same memory. The contents of both
         # would not fit there.
-        fits = worker.reserved == request.reserved and not _in_memory(request.opens)
-        return worker if fits and len(worker.requests) < worker.most else None
+        contents = any(each.in_memory for each in (*worker.requests, request))
+        return None if contents or len(request.pickled) > SMALL else worker
 
     def _started(self) -> list[_Process]:
         """Returns the processes. Each one is started by its first request."""

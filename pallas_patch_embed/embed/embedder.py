@@ -10,6 +10,7 @@ import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -235,6 +236,8 @@ class Embedder:
         options = BY_CUBLAS if cuda_is_installed() else None
         chosen = output if layer is None else f"layer:{layer}"
         self._compute = jax.jit(embedding_on(mesh, chosen), compiler_options=options)
+        # The program for images of each shape, or what compiles it.
+        self._programs: dict[tuple[int, ...], Future[Callable[..., jax.Array]]] = {}
 
     def fitting(self, images: Sequence[np.ndarray]) -> int:
         """Returns how many of the images, from the first one on, one step embeds."""
@@ -267,16 +270,19 @@ class Embedder:
         padded = [*images, *[images[0]] * (self.rows - n)]
         if any(whole):
             assert self.resizer is not None
+            program = self._program((len(padded), *self.resizer.size, 3))
             resized = self.resizer.copy(padded, [*whole, *[whole[0]] * (self.rows - n)])
         else:
             stacked = jax.device_put(np.stack(padded), self._split)
+            program = self._program(stacked.shape)
 
             def resized() -> jax.Array:
                 return stacked
 
         @functools.cache
         def compute() -> jax.Array:
-            return self._compute(self.encoder, resized())
+            ready = resized()  # Its programs are compiled while another thread compiles this one.
+            return program.result()(self.encoder, ready)
 
         # What uses arrays that are still being copied is started later, because its start waits.
         before, self._copying = self._copying, compute
@@ -287,6 +293,19 @@ class Embedder:
             return self._normalized(result.reshape(n, *self._shape_for(images[0])))
 
         return finish
+
+    def _program(self, shape: tuple[int, ...]) -> Future[Callable[..., jax.Array]]:
+        """Returns the program for images of a shape, which is compiled in another thread.
+
+        Meanwhile this thread compiles the programs that resize, and decoders decode.
+        """
+        if shape not in self._programs:
+            images = jax.ShapeDtypeStruct(shape, np.uint8, sharding=self._split)
+            lowered = self._compute.lower(self.encoder, images)
+            thread = ThreadPoolExecutor(1)
+            self._programs[shape] = thread.submit(lowered.compile)
+            thread.shutdown(wait=False)
+        return self._programs[shape]
 
     def _start_packed(self, images: Sequence[np.ndarray], row: Row) -> Callable[[], np.ndarray]:
         """Starts to embed NaFlex images that are packed into a row for each device."""

@@ -259,12 +259,15 @@ class Resizer:
     Args:
       preprocessing: the conversion of pictures to images, for which there is no `refusal`.
       split: the sharding of a batch.
+
+    Attributes:
+      size: (height, width) of the images.
     """
 
     def __init__(self, preprocessing: Preprocessing, split: NamedSharding):
         assert preprocessing.size is not None
         self._preprocessing, self._split = preprocessing, split
-        self._size, self._filter = preprocessing.size, _filter(preprocessing)
+        self.size, self._filter = preprocessing.size, _filter(preprocessing)
         self._ever_columns_first = _order_of_pillow()
         # What was copied to the devices in this batch and those before it.
         self._copies: collections.deque[list[jax.Array]] = collections.deque([[]])
@@ -291,7 +294,7 @@ class Resizer:
             self._copy_to(device, pictures[i * n : (i + 1) * n], whole[i * n : (i + 1) * n])
             for i, device in enumerate(devices)
         ]
-        shape = len(pictures), *self._size, 3
+        shape = len(pictures), *self.size, 3
 
         def resized() -> jax.Array:
             arrays = [part() for part in parts]
@@ -386,6 +389,6 @@ class Resizer:
         size, corner = (height, width), (0, 0)
         to = self._preprocessing.resized_from(height, width) if whole else size
         if whole and self._preprocessing.crop is not None:
-            corner = self._preprocessing.crop.corner(to, self._size)
-        rows, columns = ((size[i], to[i], self._filter, corner[i], self._size[i]) for i in (0, 1))
+            corner = self._preprocessing.crop.corner(to, self.size)
+        rows, columns = ((size[i], to[i], self._filter, corner[i], self.size[i]) for i in (0, 1))
         return _Step(bool(self._ever_columns_first and columns_first(size, to)), (rows, columns))

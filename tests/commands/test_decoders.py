@@ -1,12 +1,14 @@
 """Pictures are decoded in separate processes."""
 
 import functools
+import gc
 import io
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -125,17 +127,22 @@ def test_no_more_memory_is_used_at_a_time_than_the_budget_has(tmp_path, monkeypa
     assert budget.reserved == budget.ahead == 0
 
 
-@pytest.mark.parametrize("kind", ["contents", "files"])
+@pytest.mark.parametrize("kind", ["contents", "files", "both", "long names"])
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_only_a_picture_that_crashes_its_process_has_no_embedding(
     in_processes, tmp_path, monkeypatch, rows, kind
 ):
     """This holds for all pictures of the same request, and for a request that waits behind it."""
-    opened = [Content(encoded(20 + i, 20)) for i in range(30)]
-    if kind == "files":
-        for i, content in enumerate(opened):
-            (tmp_path / f"{i}.png").write_bytes(content.content)
-        opened = [functools.partial(opened_file, tmp_path / f"{i}.png") for i in range(30)]
+    contents = [Content(encoded(20 + i, 20)) for i in range(30)]
+    long = ["."] * (2000 if kind == "long names" else 0)
+    for i, content in enumerate(contents):
+        (tmp_path / f"{i}.png").write_bytes(content.content)
+    names = ["/".join([str(tmp_path), *long, f"{i}.png"]) for i in range(30)]
+    opened = [functools.partial(opened_file, name) for name in names]
+    if kind in ("contents", "both"):
+        opened = [
+            c if kind == "contents" or i % 6 < 3 else opened[i] for i, c in enumerate(contents)
+        ]
     wanted = decoded(opened, workers=1)
     budget = Budget(9000)  # Two processes need more for some pictures.
     for i in (0, 11, 12, 13, 29):
@@ -144,8 +151,9 @@ def test_only_a_picture_that_crashes_its_process_has_no_embedding(
 
     def recorded(process, request):
         send(process, request)
-        contents = any(isinstance(open_, Content) for open_ in request.opens)
-        sent.append((contents, len(process.requests)))
+        sent.append((len(process.requests), [each.in_memory for each in process.requests]))
+        if len(process.requests) > 1:
+            assert len(pickle.dumps(request.opens)) <= decoders.SMALL
 
     monkeypatch.setattr(decoders._Process, "send", recorded)
     found = decoded(opened, budget=budget, rows=rows)
@@ -153,8 +161,26 @@ def test_only_a_picture_that_crashes_its_process_has_no_embedding(
     for image, right in zip(found, wanted):
         np.testing.assert_array_equal(image, right)
     assert budget.reserved == 0
-    # Contents of a second request would not fit into the memory of the first one.
-    assert max(sent) == ((True, 1) if kind == "contents" else (False, decoders.SENT))
+    # The contents of two requests would not fit into the memory of one.
+    assert not any(any(contents) for number, contents in sent if number > 1)
+    if kind == "files":
+        assert max(number for number, _ in sent) == decoders.SENT
+
+
+@pytest.mark.parametrize("here", [0, 8, 512], ids=["processes", "both", "threads"])
+def test_images_are_kept_by_nobody_when_all_are_decoded(monkeypatch, here):
+    monkeypatch.setattr(decoders, "DECODED_HERE", here)
+    pictures = [Picture("", Content(encoded(20 + i, 20))) for i in range(40)]
+    with decoders.Decoders(preprocessing(), 2, Budget(), 4) as pool:
+        images = [
+            weakref.ref(result.image)
+            for _, results in pool.decode(pictures)
+            for result in results
+            if not isinstance(result, str)
+        ]
+        assert len(images) == 40
+        gc.collect()
+        assert [image for image in images if image() is not None] == []
 
 
 @pytest.mark.parametrize("name", [FIXED, NAFLEX])

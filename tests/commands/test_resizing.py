@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import threading
 
 import jax
 import numpy as np
@@ -246,6 +247,35 @@ def test_a_folder_of_the_host_is_resumed_by_a_device(tmp_path, pictures, capsys)
     if jpeg.version() is not None:
         assert "simplejpeg" not in host and f'"simplejpeg": "{jpeg.version()}"' in device
         assert f"simplejpeg was None and is now '{jpeg.version()}'" in said
+
+
+def test_the_encoder_is_compiled_while_the_first_pictures_are_resized(monkeypatch):
+    resized, compile = threading.Event(), jax.stages.Lowered.compile
+    compiled, copy = [], Resizer.copy
+    images = [noise(i) for i in range(2)]
+    wanted = Embedder(checkpoint(MODEL), batch=2, resize="device").start(images, [True] * 2)()
+
+    def compiling(lowered, *arguments, **options):
+        assert resized.wait(60)
+        compiled.append(compile(lowered, *arguments, **options))
+        return compiled[-1]
+
+    def copying(resizer, *arguments):
+        resize = copy(resizer, *arguments)
+
+        def resizing():
+            found = resize()
+            resized.set()
+            return found
+
+        return resizing
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
+    monkeypatch.setattr(Resizer, "copy", copying)
+    embedder = Embedder(checkpoint(MODEL), batch=2, resize="device")
+    for _ in range(2):  # The program is compiled once.
+        np.testing.assert_array_equal(embedder.start(images, [True] * 2)(), wanted)
+    assert len(compiled) == 1
 
 
 def test_the_command_line_takes_the_option(command_line, tmp_path, pictures):

@@ -496,7 +496,7 @@ def test_massive_activations_increase_the_error_and_their_layer_is_named(tmp_pat
         dtype=dtype,
         patch_dtype="int8",
         calibration=said,
-        min_cosine=1 - said.bfloat16 - rest,
+        min_cosine=1 - said.bfloat16 - 1.0001 * rest,
     )
     assert f"blocks in int8 except fc2 of block {block}, " in repr(encoder)
     assert error(encode(encoder, some_images()), massive_wanted) <= 1.5 * error(found, wanted)
