@@ -40,6 +40,9 @@ ASKED = 16
 # would wait until the process reads it, and the process may wait until its answer is read.
 SENT, SMALL = 2, 2**12
 
+# One of so many parts of a decoder's memory is for the contents of another request that it has.
+PARTS_FOR_ANOTHER = 8
+
 # What a thread sends when it has an answer.
 DONE = b"."
 
@@ -104,6 +107,7 @@ class _Request:
       opens: functions that open the pictures.
       sizes: for each picture the number of bytes that were read ahead.
       reserved: number of bytes that are reserved for each picture, and for all contents.
+      spare: how many of these bytes the contents of another request may take.
     """
 
     batch: _Batch
@@ -112,16 +116,12 @@ class _Request:
     opens: list[Open]
     sizes: list[int]
     reserved: int
+    spare: int = 0
 
     @property
     def in_memory(self) -> int:
         """Number of bytes of the contents that are in memory."""
         return _in_memory(self.opens)
-
-    @functools.cached_property
-    def pickled(self) -> memoryview:
-        """The request to a process, if no contents are in memory."""
-        return pickled(self.slot, self.opens, self.reserved)
 
     def part(self, i: int, reserved: int) -> "_Request":
         """Returns a request for picture i of this one alone."""
@@ -148,14 +148,15 @@ class _Thread:
         self.reserved = 0
         self._answers: Future[list[Answer]]
 
-    def send(self, request: _Request) -> None:
-        """Starts to decode."""
+    def send(self, request: _Request) -> bool:
+        """Starts to decode; returns True."""
         if self._done is None:
             self.connection, self._done = socket.socketpair()
         done = self._done
         self.requests.append(request)
         self._answers = self._threads.submit(self._decode, request.opens, request.reserved)
         self._answers.add_done_callback(lambda _: done.send(DONE))
+        return True
 
     def _decode(self, opens: list[Open], reserved: int) -> list[Answer]:
         return [_decoded(self._preprocessing, open_, reserved) for open_ in opens]
@@ -181,8 +182,11 @@ class _Process:
     most = SENT
 
     def __init__(self, preprocessing: Preprocessing, slots: Slots):
-        self._slots, self._mailbox = slots, Mailbox()
-        self.child = Child(functools.partial(_answer, preprocessing, slots, self._mailbox))
+        self._slots = slots
+        # Requests use the mailboxes in turn.
+        self._mailboxes = [Mailbox() for _ in range(SENT)]
+        self._sent = 0
+        self.child = Child(functools.partial(_answer, preprocessing, slots, self._mailboxes))
         self.requests: collections.deque[_Request] = collections.deque()
         self.reserved = 0
 
@@ -190,17 +194,23 @@ class _Process:
     def connection(self) -> Connection:
         return self.child.connection
 
-    def send(self, request: _Request) -> None:
-        """Sends a request."""
-        if request.in_memory:
-            opens = [
-                self._mailbox.put(open_.content) if isinstance(open_, Content) else open_
-                for open_ in request.opens
-            ]
-            self._send(pickled(request.slot, opens, request.reserved - request.in_memory))
-        else:
-            self._send(request.pickled)
+    def send(self, request: _Request) -> bool:
+        """Sends a request; returns False if it must wait until the others are answered."""
+        number = self._sent % SENT
+        mailbox = self._mailboxes[number]
+        opens = [
+            (number, *mailbox.put(open_.content)) if isinstance(open_, Content) else open_
+            for open_ in request.opens
+        ]
+        limit = request.reserved - request.in_memory - request.spare
+        message = pickled(request.slot, opens, limit)
+        if self.requests and len(message) > SMALL:
+            mailbox.empty()
+            return False
+        self._send(message)
         self.requests.append(request)
+        self._sent += 1
+        return True
 
     def _send(self, request: memoryview) -> None:
         """Sends a request with the last arguments of `_answer`."""
@@ -219,15 +229,15 @@ class _Process:
             sent: Sequence[Sent] = self.child.receive()
         except ChildEndedError as error:
             self._check_that_it_runs()
+            for mailbox in self._mailboxes:
+                mailbox.empty()
             others, self.requests = self.requests, collections.deque()
             for other in others:
                 self.send(other)
             # One of several pictures is the cause, so each is requested again in its own request.
             alone = len(request.opens) == 1
             return [f"decoding it {error}"] if alone else [request.reserved] * len(request.opens)
-        finally:
-            # Only the oldest request may have contents here.
-            self._mailbox.empty()
+        self._mailboxes[(self._sent - len(self.requests) - 1) % SENT].empty()
         return [
             self._decoded(answer, open_) for answer, open_ in zip(sent, request.opens, strict=True)
         ]
@@ -249,7 +259,8 @@ class _Process:
     def close(self) -> None:
         """Ends the process."""
         self.child.end()
-        self._mailbox.close()
+        for mailbox in self._mailboxes:
+            mailbox.close()
 
 
 type _Worker = _Thread | _Process
@@ -341,7 +352,9 @@ class Decoders:
             nonlocal opens, sizes
             first = len(batch.results)
             reserved = max(self._share, _in_memory(opens))
-            self._waiting.append(_Request(batch, first, slot + first, opens, sizes, reserved))
+            spare = self._share // PARTS_FOR_ANOTHER
+            request = _Request(batch, first, slot + first, opens, sizes, reserved, spare)
+            self._waiting.append(request)
             batch.results += [""] * len(opens)
             batch.missing += len(opens)
             opens, sizes = [], []
@@ -390,8 +403,10 @@ class Decoders:
                 self._budget.free(worker.reserved)
             self._take(request, answers)
         while self._waiting and (found := self._worker_for(self._waiting[0])) is not None:
-            request = self._waiting.popleft()
-            found.send(request)
+            request = self._waiting[0]
+            if not found.send(request):
+                break
+            self._waiting.popleft()
             if len(found.requests) == 1:
                 found.reserved = request.reserved
                 self._answers.register(found.connection, selectors.EVENT_READ, found)
@@ -417,10 +432,10 @@ class Decoders:
             return worker if self._budget.reserve(request.reserved) else None
         if len(worker.requests) == worker.most or worker.reserved != request.reserved:
             return None
-        # A decoder decodes one request after another, in the same memory. The contents of both
-        # would not fit there.
-        contents = any(each.in_memory for each in (*worker.requests, request))
-        return None if contents or len(request.pickled) > SMALL else worker
+        # A decoder decodes one request after another, in the same memory.
+        both = (*worker.requests, request)
+        fits = max(each.in_memory for each in both) <= min(each.spare for each in both)
+        return worker if fits else None
 
     def _started(self) -> list[_Process]:
         """Returns the processes. Each one is started by its first request."""
@@ -454,10 +469,10 @@ def _decoded(preprocessing: Preprocessing, open_: Open, size: int) -> Answer:
 def _answer(
     preprocessing: Preprocessing,
     slots: Slots,
-    mailbox: Mailbox,
+    mailboxes: Sequence[Mailbox],
     _: Send,
     slot: int,
-    opens: Sequence[Open | tuple[int, int]],
+    opens: Sequence[Open | tuple[int, int, int]],
     size: int,
 ) -> list[Sent]:
     """Decodes a request's pictures into the slots that begin at `slot`; returns their answers.
@@ -465,20 +480,21 @@ def _answer(
     The images follow each other, so that they can be copied to a device together.
 
     Args:
-      opens: for each picture the function that opens it, or where its content is in the mailbox.
+      opens: for each picture the function that opens it, or the number of the mailbox with its
+        content, and where it is there.
       size: number of bytes that are reserved for each picture.
     """
 
     end = slot * slots.size
 
-    def answer(slot: int, open_: Open | tuple[int, int]) -> Sent:
+    def answer(slot: int, open_: Open | tuple[int, int, int]) -> Sent:
         nonlocal end
         if isinstance(open_, tuple):
-            place = open_
+            number, begin, length = open_
 
             def open_(reserved: float) -> BinaryIO:
-                check_room(place[1], reserved)
-                return mailbox.read(*place)
+                check_room(length, reserved)
+                return mailboxes[number].read(begin, length)
 
         result = _decoded(preprocessing, open_, size)
         if isinstance(result, int):  # It is requested again, into its own slot.
