@@ -44,7 +44,7 @@ def finish(self, finish=folder.Folder.finish):
     return finish(self)
 
 
-folder.SHARD_ROWS, folder.Folder.finish, decoders.ASKED = 32, finish, 4
+folder.SHARD_ROWS, folder.Folder.finish, decoders.ASKED = 16, finish, 4
 preprocessing.Preprocessing.decode = decode
 if kill:
     threading.Thread(target=strike, daemon=True).start()
@@ -65,13 +65,15 @@ def test_a_run_killed_at_random_moments_has_every_id_once_and_the_same_numbers(t
     contents = make_pictures(tmp_path / "pictures", PICTURES)
     out = tmp_path / "out"
     arguments = ["embed", "--checkpoint", checkpoint(MODEL), tmp_path / "pictures"]
-    arguments = [*map(str, arguments), "--out", str(out), "--batch", "16", "--quiet"]
+    arguments = [*map(str, arguments), "--out", str(out), "--batch", "8", "--quiet"]
     seed = random.SystemRandom().randrange(2**31)
     moments = random.Random(seed)
     before = 0
     for i in range(KILLS):
-        # Each run decodes more pictures than are decoded ahead of a shard, so it makes progress.
-        kill = moments.randrange(50, PICTURES // KILLS)
+        # Ten batches are begun before the first two are in a shard: three are decoded ahead, three
+        # are computed, and a shard is written one or two batches after it is full. So each run
+        # makes progress.
+        kill = moments.randrange(90, PICTURES // KILLS)
         driver = [sys.executable, "-c", KILLED, str(kill), str(seed + i), *arguments]
         result = subprocess.run(driver, capture_output=True, text=True)
         assert result.returncode == -signal.SIGKILL, result.stderr
@@ -83,7 +85,7 @@ def test_a_run_killed_at_random_moments_has_every_id_once_and_the_same_numbers(t
     result = subprocess.run(driver, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert f"Earlier runs had embedded {before}." in result.stdout
-    assert_same(by_id(out), expected(contents, batch=16))
+    assert_same(by_id(out), expected(contents, batch=8))
     assert not list(out.rglob("*.partial"))
 
 
