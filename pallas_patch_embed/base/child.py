@@ -55,7 +55,7 @@ def pickled(*arguments: Any) -> memoryview:
 def poll(connection: Connection, seconds: float, last: Any) -> bool:
     """Waits up to `seconds`; returns whether the child sent a message or ended in that time."""
     del last
-    return connection.poll(seconds)
+    return connection.poll(None if seconds == math.inf else seconds)
 
 
 class Child:

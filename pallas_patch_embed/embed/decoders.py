@@ -402,9 +402,10 @@ class Decoders:
             if not worker.requests:
                 self._budget.free(worker.reserved)
             self._take(request, answers)
-        while self._waiting and (found := self._worker_for(self._waiting[0])) is not None:
+        while self._waiting:
             request = self._waiting[0]
-            if not found.send(request):
+            found = self._worker_for(request)
+            if found is None or not found.send(request):
                 break
             self._waiting.popleft()
             if len(found.requests) == 1:
@@ -432,7 +433,7 @@ class Decoders:
             return worker if self._budget.reserve(request.reserved) else None
         if len(worker.requests) == worker.most or worker.reserved != request.reserved:
             return None
-        # A decoder decodes one request after another, in the same memory.
+        # A decoder decodes one request after another, in the same memory beside both contents.
         both = (*worker.requests, request)
         fits = max(each.in_memory for each in both) <= min(each.spare for each in both)
         return worker if fits else None

@@ -36,7 +36,7 @@ def nothing():
     pass
 
 if __name__ == "__main__":
-    with child.Child(answer, lambda _: 60.0) as one:
+    with child.Child(answer) as one:
         print(*one.ask(), end="")
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     with child.safe_paths():

@@ -69,7 +69,7 @@ ACTIVATION_REGISTERS, TAIL_REGISTERS = 16, 8
 # spilled; with it 4.2 s. The machine code waits in the same places.
 UNROLLED = (12, 4)
 
-# The same with few rows, where somebody waits for the compilers: they take two thirds of the time.
+# The same with few rows, where somebody waits for the compilers: a whole B/16 takes 13 to 30% less.
 # One, two and eight images of a whole B/16 take as long as with the numbers above, up to 2%, four
 # perhaps 3% longer (docs/experiments/encoder.md).
 FEW_ROWS, UNROLLED_FOR_FEW = 8 * 196, (4, 2)
