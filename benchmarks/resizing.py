@@ -2,8 +2,8 @@
 
   python -m benchmarks.resizing --out bench
 
-"resize" times the device's kernels on pictures that it already has: unpacking and resizing a batch,
-whose pixels are first compared with Pillow's. "copies" times ways to bring a batch to the device:
+"resize" times the device's kernels on a batch of pictures that it already has, whose pixels are
+first compared with Pillow's. "copies" times ways to bring a batch to the device:
 the host's copy of decoded pictures into one array, the transfer of that array as a whole, in pieces
 and from pinned memory, and all steps of `embed`. "decoding" measures the CPU time of a decoder for
 a picture.
@@ -37,11 +37,11 @@ from pallas_patch_embed.embed.resizing import Resizer
 from pallas_patch_embed.layers.resize import (
     FILTERS,
     MOST_SIDE,
+    most_taps,
     padded,
     resize,
     stacked,
     taps,
-    unpack,
 )
 
 PARTS = ("resize", "copies", "decoding", "embed")
@@ -92,9 +92,8 @@ def preprocessing(side: int, filter: str = "bicubic") -> Preprocessing:
 
 
 def packed(pictures: list[np.ndarray]) -> np.ndarray:
-    """Returns the pixels of pictures one after another, and of a row of the program."""
-    row = np.zeros(3 * padded(pictures[0].shape[1]), np.uint8)
-    return np.concatenate([*(picture.ravel() for picture in pictures), row])
+    """Returns the pixels of pictures one after another."""
+    return np.concatenate([picture.ravel() for picture in pictures])
 
 
 def check(pictures: list[np.ndarray], side: int, name: str) -> None:
@@ -109,23 +108,25 @@ def check(pictures: list[np.ndarray], side: int, name: str) -> None:
 
 
 def resizing(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Times unpacking and resizing of pictures on the device, for each shape and filter."""
+    """Times resizing of pictures on the device, for each shape and filter."""
     B = chosen.batch
     for (width, height), side in chosen.shapes:
         pictures = photographs(B, (width, height))
         begins = np.arange(B, dtype=np.int32) * pictures[0].size
         places = packed(pictures), np.stack([begins, np.full(B, width, np.int32)])
-        unpacked = functools.partial(unpack, shape=(padded(height), padded(width), 3))
+        function = functools.partial(resize, shape=(padded(height), padded(width), 3))
         contenders = {}
         for name in chosen.filters:
             check(pictures, side, name)
-            axes = [stacked([taps(size, side, name)] * B, B) for size in (height, width)]
-            operands = jax.device_put([places, [unpacked(*places), *axes]])
-            contenders["unpack", name] = timing.Contender(unpacked, tuple(operands[0]))
-            contenders["resize", name] = timing.Contender(resize, tuple(operands[1]))
+            axes = [
+                stacked([taps(n, side, name)] * B, B, most_taps(padded(n), side, name))
+                for n in (height, width)
+            ]
+            contenders[name] = timing.Contender(function, tuple(jax.device_put([*places, *axes])))
         found = timing.burst(contenders, rounds=3, rest=chosen.rest)
-        for (step, name), time_of in found.items():
-            record = {"kind": step, "width": width, "height": height, "side": side, "filter": name}
+        for name, time_of in found.items():
+            record = {"kind": "resize", "width": width, "height": height, "side": side}
+            record["filter"] = name
             yield record | {
                 "batch": B,
                 "microseconds a picture": 1e3 * time_of.milliseconds / B,

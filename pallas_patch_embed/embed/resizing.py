@@ -19,11 +19,11 @@ from pallas_patch_embed.layers.resize import (
     MOST_SIDE,
     Taps,
     columns_first,
+    most_taps,
     padded,
     resize,
     stacked,
     taps,
-    unpack,
 )
 
 # Largest number of pictures in a call. They are sorted by size, because a call pads them to the
@@ -89,12 +89,15 @@ def _order_of_pillow() -> bool | None:
 
     noise = np.random.default_rng(0).integers(0, 256, (128, 64, 3), np.uint8)
     to = 32, 32
-    pictures = np.zeros((1, *noise.shape), np.uint8)
-    pictures[0] = noise
-    axes = [stacked([taps(noise.shape[i], to[i], "bicubic")], 1) for i in (0, 1)]
+    where = np.array([[0], [noise.shape[1]]], np.int32)
+    axes = [
+        stacked([taps(n, to[i], "bicubic")], 1, most_taps(n, to[i], "bicubic"))
+        for i, n in enumerate(noise.shape[:2])
+    ]
     wanted = np.asarray(Image.fromarray(noise).resize(to, Image.Resampling.BICUBIC))
     for order in (True, False):
-        if np.array_equal(resize(pictures, *axes, columns_first=order)[0], wanted):
+        found = resize(noise.reshape(-1), where, *axes, shape=noise.shape, columns_first=order)
+        if np.array_equal(found[0], wanted):
             return order
     return None
 
@@ -219,7 +222,7 @@ class _Call(NamedTuple):
     Attributes:
       shape: (height, width, 3) for which the program is compiled.
       columns_first: as in `_Step`, of all of them.
-      where: as for `unpack`, on the device.
+      where: as for `resize`, on the device.
       axes: coefficients of the rows and of the columns.
     """
 
@@ -245,9 +248,10 @@ class _Calls(NamedTuple):
 
 # Folders often have pictures of one size, so the coefficients of some calls stay on the device.
 @functools.lru_cache(maxsize=8)
-def _coefficients(axes: Sequence[Axis], pictures: int, device: jax.Device) -> Taps:
-    """Returns the coefficients of an axis of several pictures, on a device."""
-    return jax.device_put(stacked([taps(*axis) for axis in axes], pictures), device)
+def _coefficients(axes: Sequence[Axis], side: int, pictures: int, device: jax.Device) -> Taps:
+    """Returns the coefficients of an axis of pictures that are padded to a side, on a device."""
+    most = max(most_taps(side, to, name) for _, to, name, *_ in axes)
+    return jax.device_put(stacked([taps(*axis) for axis in axes], pictures, most), device)
 
 
 class Resizer:
@@ -355,16 +359,14 @@ class Resizer:
             where = np.zeros((2, B), np.int32)
             where[:, : len(group)] = begins[list(group)], [shapes[i][1] for i in group]
             axes = [
-                _coefficients(tuple(steps[i].axes[axis] for i in group), B, device)
-                for axis in (0, 1)
+                _coefficients(tuple(steps[i].axes[axis] for i in group), side, B, device)
+                for axis, side in enumerate((height, width))
             ]
             places[list(group)] = number * B + np.arange(len(group))
             calls.append(
                 _Call((height, width, 3), order_of(group[0]), jax.device_put(where, device), axes)
             )
-        last = max(int(begin) + math.prod(shape) for begin, shape in zip(begins, shapes))
-        # A row of the largest program follows the last picture.
-        needed = last + 3 * max(call.shape[1] for call in calls)
+        needed = max(int(begin) + math.prod(shape) for begin, shape in zip(begins, shapes))
         return _Calls(calls, jax.device_put(places, device), needed)
 
     def _resized(self, pieces: list[jax.Array], calls: _Calls) -> jax.Array:
@@ -375,8 +377,10 @@ class Resizer:
         packed = _joined(pieces, size=1 << (needed - 1).bit_length())
         parts = [
             resize(
-                unpack(packed, call.where, shape=call.shape),
+                packed,
+                call.where,
                 *call.axes,
+                shape=call.shape,
                 columns_first=call.columns_first,
                 fill=self._fill,
             )

@@ -5,27 +5,20 @@ units of 2^-22, which is rounded to uint8. A second pass resizes the other axis.
 computes the same integers, so every pixel is equal. Source: src/libImaging/Resample.c of Pillow
 13.0.0, and of 11.0.0 to 12.3.0, which always resize the rows first.
 
-A coefficient is c = c0 + 256 c1 + 65536 c2 with three signed bytes. So a pass is a matrix product
-of int8 with sums in int32, which tensor cores compute:
+No value exceeds int32. Let A be sum(|c|) 2^-22, which is below 1.6 (1.57 for lanczos, 1.27 for
+bicubic, 1 for the other filters). Every partial sum is at most 255 A 2^22 < 2^30.7, in whatever
+order the terms are added. Pillow adds 2^21 to the result and computes it in int32, too.
 
-    sum(c p) = sum(c (p - 128)) + 128 sum(c)
-
-No value exceeds int32. Let an axis have n <= 2048 pixels, so a sum has at most n terms. Let A be
-sum(|c|) 2^-22, which is below 1.6 (1.57 for lanczos, 1.27 for bicubic, 1 for the other filters).
-
-- |c| is at most (A + 1) / 2 * 2^22, which three signed bytes can represent: they reach 1.99 * 2^22.
-- Each of the three sums s0, s1, s2 of products of int8 is at most 2^14 n = 2^25.
-- They are added as (s2 * 256 + s1) * 256 + s0. This is sum(c (p - 128)), at most 2^29 A < 2^29.7.
-  The value before s0 is added differs from it by at most 2^25, and the others are smaller.
-- 128 sum(c) is 2^29, except for the rounding of n coefficients.
-- The result, sum(c p) + 2^21, is at most 255 * (A + 1) / 2 * 2^22 + 2^21 < 2^30.5. Pillow computes
-  it in int32, too.
+XLA computes a pass in one kernel that reads the pixels where they are, and multiplies only by the
+coefficients that can differ from 0: for 500 pixels that become 224, 9 of 500. As products of int8
+with all of them, on tensor cores, the passes take 1.2 to 2 times as long
+(docs/experiments/embed.md).
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +35,10 @@ BITS = 22
 SIDES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MOST_SIDE = SIDES[-1]
 
-# Fewest coefficients of a result in a program.
-FEWEST_TAPS = 16
+# Numbers of coefficients of a result for which there are programs. More than TURN are added in
+# turns of so many, between which the sums are in memory.
+TAPS = (4, 8, 12, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+TURN = 16
 
 
 class Taps(NamedTuple):
@@ -159,102 +154,119 @@ def padded(side: int) -> int:
     return next(padded for padded in SIDES if padded >= side)
 
 
-def stacked(parts: Sequence[Taps], pictures: int) -> Taps:
-    """Stacks the coefficients of at most `pictures` pictures, [pictures, results, ...]."""
-    most = max(FEWEST_TAPS, *(part.taps.shape[1] for part in parts))
-    K = 1 << (most - 1).bit_length()  # There are few programs.
+def most_taps(size: int, to: int, name: str) -> int:
+    """Returns how many coefficients a result has at most, also of an axis of fewer pixels."""
+    return min(size, math.ceil(2 * FILTERS[name][0] * max(size / to, 1)) + 1)
+
+
+def stacked(parts: Sequence[Taps], pictures: int, most: int) -> Taps:
+    """Stacks the coefficients of at most `pictures` pictures.
+
+    Args:
+      parts: from `taps`, for equally many results.
+      pictures: number of pictures.
+      most: as from `most_taps`, of all parts.
+
+    Returns:
+      `first` [pictures, results] and `taps` [pictures, K, results] with K from `TAPS`.
+    """
+    K = next(number for number in TAPS if number >= most)
     results = len(parts[0].first)
     found = Taps(
-        np.zeros((pictures, results), np.int32), np.zeros((pictures, results, K), np.int32)
+        np.zeros((pictures, results), np.int32), np.zeros((pictures, K, results), np.int32)
     )
     for i, part in enumerate(parts):
-        found.first[i], found.taps[i, :, : part.taps.shape[1]] = part
+        found.first[i], found.taps[i, : part.taps.shape[1]] = part.first, part.taps.T
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("shape",))
-def unpack(pixels: jax.Array, where: jax.Array, *, shape: tuple[int, int, int]) -> jax.Array:
-    """Separates pictures that follow each other in memory.
-
-    Args:
-      pixels: [N] uint8, the pictures, each [height, width, C] without padding. At least W * C other
-        values follow the last picture.
-      where: [2, B] int32, where each picture begins, and its width.
-      shape: (H, W, C), no smaller than the shape of a picture.
-
-    Returns:
-      [B, H, W, C] uint8. What is outside of a picture is arbitrary.
-    """
-    H, W, C = shape
-    begins, widths = where
-    starts = begins[:, None] + C * widths[:, None] * jnp.arange(H, dtype=jnp.int32)[None]
-    # The end of a row is the beginning of the next one.
-    rows = lax.gather(
-        pixels,
-        starts[..., None],
-        lax.GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(), start_index_map=(0,)),
-        slice_sizes=(W * C,),
-        mode=lax.GatherScatterMode.CLIP,
-    )
-    return rows.reshape(len(begins), H, W, C)
-
-
-@functools.partial(jax.jit, static_argnames=("columns_first", "fill"))
+@functools.partial(jax.jit, static_argnames=("shape", "columns_first", "fill"))
 def resize(
-    pictures: jax.Array,
+    pixels: jax.Array,
+    where: jax.Array,
     vertical: Taps,
     horizontal: Taps,
     *,
+    shape: tuple[int, int, int],
     columns_first: bool = False,
     fill: tuple[int, ...] = (0,),
 ) -> jax.Array:
     """Resizes pictures, and crops or pads the results, as Pillow does.
 
     Args:
-      pictures: [B, H, W, C] uint8 with H, W <= `MOST_SIDE`. The coefficients say which pixels
-        belong to a picture; the others may be arbitrary.
-      vertical, horizontal: the coefficients of both axes for h and w results, [B, h or w, ...].
+      pixels: [N] uint8, pictures of [height, width, C] pixels without padding.
+      where: [2, B] int32, where each picture begins, and its width.
+      vertical, horizontal: the coefficients of both axes for h and w results, from `stacked`. They
+        say which pixels belong to a picture.
+      shape: (H, W, C), no smaller than the shape of a picture.
       columns_first: whether the columns are resized before the rows.
       fill: the value of each channel, or of all channels, outside of a picture.
 
     Returns:
       [B, h, w, C] uint8.
     """
-    signed = _signed(pictures)
-    passes = [(2, horizontal), (1, vertical)]
-    for axis, coefficients in reversed(passes) if columns_first else passes:
-        signed = _resize_axis(signed, axis, coefficients)
-    resized = lax.bitcast_convert_type(signed, jnp.uint8) ^ 128
-    rows, columns = (jnp.any(axis.taps != 0, -1) for axis in (vertical, horizontal))
-    inside = rows[:, :, None] & columns[:, None, :]
-    return jnp.where(inside[..., None], resized, jnp.array(fill, jnp.uint8)[None, None, None])
-
-
-def _signed(pixels: jax.Array) -> jax.Array:
-    """Returns uint8 pixels minus 128, as int8."""
-    return lax.bitcast_convert_type(pixels ^ 128, jnp.int8)
-
-
-def _resize_axis(signed: jax.Array, axis: int, coefficients: Taps) -> jax.Array:
-    """Computes one pass over an axis of pictures [B, H, W, C] of pixels minus 128."""
-    dense = _dense(coefficients, signed.shape[axis])
-    low = (dense + 128 & 255) - 128
-    rest = dense - low >> 8
-    middle = (rest + 128 & 255) - 128
-    digits = jnp.stack([low, middle, rest - middle >> 8], 1).astype(jnp.int8)
-    # [B, digit, result, ...] with the other axes of a picture.
-    sums = lax.dot_general(
-        digits, signed, (((3,), (axis,)), ((0,), (0,))), preferred_element_type=jnp.int32
+    B, (H, W, C) = where.shape[1], shape
+    h, w = (axis.first.shape[1] for axis in (vertical, horizontal))
+    begins, pitches = where[0], C * where[1]
+    between = (h, W, C) if columns_first else (H, w, C)
+    passes = [(vertical, 0), (horizontal, 1)]
+    for (coefficients, axis), results in zip(
+        passes if columns_first else passes[::-1], (between, (h, w, C)), strict=True
+    ):
+        pixels = _resize_axis(pixels, begins, pitches, coefficients, axis, results).reshape(-1)
+        pitch = results[1] * C
+        begins = results[0] * pitch * jnp.arange(B, dtype=jnp.int32)
+        pitches = jnp.full(B, pitch, jnp.int32)
+    rows, columns = (jnp.any(axis.taps != 0, 1) for axis in (vertical, horizontal))
+    inside = (rows[:, :, None] & columns[:, None, :])[..., None]
+    return jnp.where(
+        inside, pixels.reshape(B, h, w, C), jnp.array(fill, jnp.uint8)[None, None, None]
     )
-    total = (sums[:, 2] * 256 + sums[:, 1]) * 256 + sums[:, 0]
-    total += (128 * dense.sum(-1, dtype=jnp.int32) + 2 ** (BITS - 1))[..., None, None]
-    return jnp.moveaxis(_signed(jnp.clip(total >> BITS, 0, 255).astype(jnp.uint8)), 1, axis)
 
 
-def _dense(coefficients: Taps, size: int) -> jax.Array:
-    """Returns the coefficients as matrices [B, results, size] int32."""
-    first, taps = coefficients
-    place = jnp.arange(size, dtype=jnp.int32)[None, None] - first[..., None]
-    K = taps.shape[-1]
-    found = jnp.take_along_axis(taps, jnp.clip(place, 0, K - 1), -1)
-    return jnp.where((place >= 0) & (place < K), found, 0)
+def _resize_axis(
+    pixels: jax.Array,
+    begins: jax.Array,
+    pitches: jax.Array,
+    coefficients: Taps,
+    axis: int,
+    shape: tuple[int, int, int],
+) -> jax.Array:
+    """Computes one pass over pictures.
+
+    Args:
+      pixels: [N] uint8, the pictures, which need not fill it.
+      begins, pitches: [B] int32, where each picture begins, and the distance of its rows.
+      coefficients: as from `stacked`.
+      axis: 0 if the pass resizes the columns, which changes the number of rows; 1 for the rows.
+      shape: (rows, columns, C) of the results.
+
+    Returns:
+      [B, rows, columns, C] uint8. What is computed from pixels outside of a picture is arbitrary.
+    """
+    whole = len(begins), *shape
+    row, column, channel = (lax.broadcasted_iota(jnp.int32, whole, i) for i in (1, 2, 3))
+
+    def along(x: Any) -> jax.Array:
+        """Broadcasts numbers of each picture [B], or of each of its results on the axis [B, n]."""
+        return lax.broadcast_in_dim(x, whole, (0, 1 + axis)[: x.ndim])
+
+    pitch, C = along(pitches), shape[2]
+    place = along(begins) + channel + (column * C if axis == 0 else row * pitch)
+    step = pitch if axis == 0 else C
+    first, last = place + along(coefficients.first) * step, len(pixels) - 1
+    K = coefficients.taps.shape[1]
+    turn = min(K, TURN)
+
+    def add(number: jax.Array | int, total: jax.Array) -> jax.Array:
+        for i in range(turn):
+            k = jnp.int32(number * turn + i)
+            tap = lax.dynamic_index_in_dim(coefficients.taps, k, 1, keepdims=False)
+            # A coefficient behind the others is 0, whatever is read for it.
+            pixel = pixels.at[jnp.minimum(first + k * step, last)].get(mode="promise_in_bounds")
+            total += along(tap) * pixel.astype(jnp.int32)
+        return total
+
+    total = jnp.zeros(whole, jnp.int32)
+    total = add(0, total) if K == turn else lax.fori_loop(0, K // turn, add, total)
+    return jnp.clip(total + 2 ** (BITS - 1) >> BITS, 0, 255).astype(jnp.uint8)

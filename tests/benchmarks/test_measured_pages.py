@@ -245,6 +245,11 @@ def test_packed_naflex_pictures_have_the_rates_of_the_record():
         assert f"| {burst:.3f} / {sustained:.3f} ({rate['wanted']:.3f}) |" in page
 
 
+def newest_encoder_peers():
+    records = results.read(ROOT / "benchmarks/h200/encoder_peers.jsonl")
+    return {(r["encoder"], r["images"], r["contender"]): r for r in records if "contender" in r}
+
+
 def test_few_images_have_the_newest_times_of_whole_encoders():
     names = {
         "this encoder, in your own jit": "this encoder",
@@ -254,8 +259,7 @@ def test_few_images_have_the_newest_times_of_whole_encoders():
             "transformers, torch.compile, reduce-overhead"
         ),
     }
-    records = results.read(ROOT / "benchmarks/h200/encoder_peers.jsonl")
-    newest = {(r["encoder"], r["images"], r["contender"]): r for r in records if "contender" in r}
+    newest = newest_encoder_peers()
     compared = 0
     for name, *cells in rows_of("docs/encoder.md", "One picture"):
         if name.startswith("---"):
@@ -268,3 +272,29 @@ def test_few_images_have_the_newest_times_of_whole_encoders():
             assert cell == f"{found['burst']:.2f} / {found['sustained']:.2f}"
             compared += 1
     assert compared == (5 + 4) * len(names)
+
+
+def test_many_images_have_the_newest_times_of_whole_encoders():
+    ours = "this encoder"
+    names = {
+        f"**{ours}, int8**": f"{ours}, blocks in int8 except out of every block",
+        f"**{ours}, bfloat16**, with the option of `embed`": f"{ours}, epilogues by cuBLAS",
+        "the same without the option": ours,
+        "the same, called outside of jit": f"{ours}, called outside of jit",
+        "transformers, torch.compile": "transformers, torch.compile",
+        "the same with torchao's int8": "transformers, torch.compile, torchao's int8",
+        "flax, big_vision's model": "flax, as big_vision has it",
+    }
+    newest = newest_encoder_peers()
+    compared = 0
+    for name, *cells in rows_of("docs/performance.md", "Whole encoders"):
+        if ", 512 pictures" in name:
+            model = name.removesuffix(", 512 pictures")
+        elif name in names:
+            found = newest[model, 512, names[name]]
+            times = f"{found['burst']:.2f} / {found['sustained']:.2f}"
+            rate = f"{1e3 * 512 / found['sustained']:,.0f}"
+            peak = "" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 1e9:.2f}"
+            assert cells == [times, rate, f"{found['joules']:.3f}", peak]
+            compared += 1
+    assert compared == 2 * len(names)
