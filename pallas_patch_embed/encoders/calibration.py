@@ -50,7 +50,7 @@ type AnyEncoder = Encoder | TextEncoder
 # The names of calibrations' files in the folder of a checkpoint, which may have both towers.
 FILE = "calibration.safetensors"
 FILES = {"vision": FILE, "text": "text_calibration.safetensors"}
-FORMAT = "pallas_patch_embed.calibration.1"
+FORMAT = "pallas_patch_embed.calibration.2"
 
 # Examples that are computed at a time, and those on which each layer's loss is measured.
 BATCH, MEASURED = 8, 16
@@ -59,6 +59,9 @@ BATCH, MEASURED = 8, 16
 PARTS = (1.0, 0.6)
 
 DEFAULT = "the repository's photographs"
+
+# The end of the names that divisors have in a file.
+DIVISOR = "divisor"
 
 # The layers that stay in bfloat16 unless `min_cosine` is given. On a DINOv2 S/14 with its trained
 # weights the layer behind attention causes a third of the distance in int8, because its input has
@@ -69,24 +72,26 @@ KEPT = ("out",)
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
-    """What the dense layers of an encoder's blocks get on pictures, or on texts.
+    """The dense layers of an encoder's blocks in 8 bits, as pictures or texts decided them.
 
     `calibrate` makes it, and `load_encoder(..., dtype="int8", calibration=...)` needs it, or
     `load_text_encoder`.
 
     Attributes:
-      statistics: of the inputs of "qkv", "out", "fc1" and "fc2" in each of L blocks.
+      layers: "qkv", "out", "fc1" and "fc2" of all L blocks, as `eight_bits.rounded` returns them.
+      divisors: the numbers by which inputs were divided before, as for `eight_bits.smoothed`.
       losses: [L, 4], how much each of these layers in 8 bits changes an encoder's vector: the part
         of the mean cosine distance of an encoder with all layers in 8 bits that is due to it.
       bfloat16: the mean cosine distance of the encoder in bfloat16 from that in float32.
-      weights: [L], a hash of each block's norms: a calibration is of one checkpoint.
+      weights: [L], a hash of each block's weights: a calibration is of one checkpoint.
       pictures: number of pictures, or of texts.
       source: where they are from.
-      dtype: the dtype of 8 bits for which the losses were measured.
+      dtype: the dtype of 8 bits.
       tower: "vision", or "text" for that of a text encoder.
     """
 
-    statistics: dict[str, Statistics]
+    layers: dict[str, dict[str, Array]]
+    divisors: dict[str, Array]
     losses: Array
     bfloat16: float
     weights: Array
@@ -103,14 +108,15 @@ class Calibration:
         """
         from safetensors.numpy import save
 
-        arrays = {
-            f"{layer}.{name}": np.ascontiguousarray(x, np.float32)
-            for layer, statistics in self.statistics.items()
-            for name, x in statistics._asdict().items()
-        }
+        arrays = {f"{name}.{key}": x for name, p in self.layers.items() for key, x in p.items()}
+        for layer in LAYERS:
+            # safetensors does not read float8 into numpy.
+            arrays[f"{layer}.weight"] = self.layers[layer]["weight"].view(np.uint8)
+        arrays |= {f"{layer}.{DIVISOR}": by for layer, by in self.divisors.items()}
         arrays |= {"losses": self.losses, "weights": self.weights}
         names = ("bfloat16", "pictures", "source", "dtype", "tower")
         about = {name: getattr(self, name) for name in names}
+        arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
         content = save(arrays, {"format": FORMAT, "calibration": json.dumps(about)})
         with written_atomically(calibration_file(path, self.tower)) as file:
             file.write(content)
@@ -130,19 +136,17 @@ class Calibration:
                 metadata = stored.metadata() or {}
                 if metadata.get("format") != FORMAT:
                     raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}.")
-                statistics = {
-                    layer: Statistics(
-                        *(stored.get_tensor(f"{layer}.{name}") for name in Statistics._fields)
-                    )
-                    for layer in LAYERS
-                }
                 about = json.loads(metadata["calibration"])
-                return cls(
-                    statistics,
-                    stored.get_tensor("losses"),
-                    weights=stored.get_tensor("weights"),
-                    **about,
-                )
+                layers: dict[str, dict[str, Array]] = {layer: {} for layer in LAYERS}
+                for name in stored.keys():
+                    if (parts := name.split("."))[0] in layers:
+                        layers[parts[0]][parts[1]] = stored.get_tensor(name)
+                divisors = {layer: layers[layer].pop(DIVISOR) for layer in eight_bits.SMOOTHED}
+                dtype = np.dtype(check_dtype(about["dtype"], "dtype", EIGHT_BITS))
+                for p in layers.values():
+                    p["weight"] = p["weight"].view(dtype)
+                losses, weights = (stored.get_tensor(name) for name in ("losses", "weights"))
+                return cls(layers, divisors, losses, weights=weights, **about)
         except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Calibration.load: {str(file)!r} is not a calibration: {str(error).rstrip('.')}. "
@@ -165,20 +169,18 @@ class Calibration:
                 f"{self!r} is for {self.dtype}, not {dtype}. Calibrate for this dtype: "
                 f"calibrate({exact}, dtype={dtype!r})."
             )
-        L, wanted = config.depth, _hash(blocks)
-        shapes = {layer: s.largest.shape[1] for layer, s in self.statistics.items()}
-        D, M = config.width, config.mlp
-        fits = shapes == dict(zip(LAYERS, (D, D, D, M)))
-        if not fits or not np.array_equal(self.weights[:L], wanted):
+        L = config.depth
+        if not np.array_equal(self.weights[:L], _hash(blocks)):
             raise ValueError(
                 f"{self!r} is of an encoder with other weights. Calibrate this checkpoint: "
                 f"calibrate({exact})."
             )
-        statistics = {
-            layer: Statistics(*(x[:L] for x in s)) for layer, s in self.statistics.items()
-        }
         return dataclasses.replace(
-            self, statistics=statistics, losses=self.losses[:L], weights=self.weights[:L]
+            self,
+            layers={name: {key: x[:L] for key, x in p.items()} for name, p in self.layers.items()},
+            divisors={layer: by[:L] for layer, by in self.divisors.items()},
+            losses=self.losses[:L],
+            weights=self.weights[:L],
         )
 
     def kept(self, min_cosine: float | None, blocks: dict[str, Any]) -> set[Unit]:
@@ -285,11 +287,33 @@ def calibrate(
         )
         inputs = photographs(encoder.config)
     exact = _in_float32(encoder)
-    assert isinstance(exact.blocks, dict)
+    blocks = jax.device_get(exact.blocks)
+    prepared = eight_bits.prepare(blocks, measured(exact, inputs), exact.config, dtype)
+    layers = eight_bits.rounded(prepared)
+    losses, bfloat16 = _losses(exact, prepared, layers, inputs)
+    return Calibration(
+        layers=layers,
+        divisors=prepared.divisors,
+        losses=losses,
+        bfloat16=bfloat16,
+        weights=_hash(blocks),
+        pictures=len(inputs),
+        source=source,
+        dtype=dtype,
+        tower="text" if isinstance(encoder, TextEncoder) else "vision",
+    )
+
+
+def measured(encoder: AnyEncoder, inputs: Any) -> dict[str, Statistics]:
+    """Returns the statistics of the inputs of each dense layer of an encoder in float32.
+
+    Raises:
+      ValueError: there are no inputs, or a number is not finite.
+    """
     total: dict[str, Statistics] | None = None
     tokens = 0.0
     for batch in _batches(encoder, inputs):
-        found, number = _statistics(exact, batch)
+        found, number = _statistics(encoder, batch)
         total = found if total is None else _sum(total, found)
         tokens += float(number)
     if total is None:
@@ -300,17 +324,7 @@ def calibrate(
     }
     if not all(np.isfinite(x).all() for s in statistics.values() for x in s):
         raise ValueError("calibrate: a layer's input is not finite. Check inputs and weights.")
-    losses, bfloat16 = _losses(exact, statistics, inputs, dtype)
-    return Calibration(
-        statistics=statistics,
-        losses=losses,
-        bfloat16=bfloat16,
-        weights=_hash(jax.device_get({n: exact.blocks[n] for n in ("norm1", "norm2")})),
-        pictures=len(inputs),
-        source=source,
-        dtype=dtype,
-        tower="text" if isinstance(encoder, TextEncoder) else "vision",
-    )
+    return statistics
 
 
 def photographs(config: Config) -> Any:
@@ -366,10 +380,18 @@ def calibration_file(path: str | os.PathLike[str], tower: str = "vision") -> Pat
 
 
 def _hash(blocks: dict[str, Any]) -> Array:
-    """Returns a hash of the norms of each block, which have the same bits in every dtype."""
-    norms = [blocks[norm][name] for norm in ("norm1", "norm2") for name in ("scale", "bias")]
-    rows = zip(*(np.asarray(x, np.float32) for x in norms))
-    return np.array([zlib.crc32(b"".join(x.tobytes() for x in row)) for row in rows], np.int64)
+    """Returns a hash of each block's weights in bfloat16, which are the same in every dtype."""
+    arrays = [blocks[layer][name] for layer in LAYERS for name in ("kernel", "bias")]
+    arrays += [blocks[norm][name] for norm in ("norm1", "norm2") for name in ("scale", "bias")]
+
+    def of_block(number: int) -> int:
+        found = 0
+        for x in arrays:
+            rounded = np.asarray(x[number], np.float32).astype(jnp.bfloat16)
+            found = zlib.crc32(rounded.tobytes(), found)
+        return found
+
+    return np.array([of_block(number) for number in range(len(arrays[0]))], np.int64)
 
 
 def _parts(encoder: AnyEncoder, *names: str) -> dict[str, Any]:
@@ -457,17 +479,15 @@ def _sum(total: Any, more: Any) -> dict[str, Statistics]:
 
 
 def _losses(
-    encoder: AnyEncoder, statistics: dict[str, Statistics], inputs: Any, dtype: str
+    encoder: AnyEncoder, prepared: Prepared, layers: dict[str, dict[str, Array]], inputs: Any
 ) -> tuple[Array, float]:
     """Measures how much each layer in 8 bits, and the encoder in bfloat16, changes the vectors."""
-    config = encoder.config
+    config, dtype = encoder.config, prepared.dtype
     chosen = np.unique(np.linspace(0, len(inputs) - 1, MEASURED).astype(int))
     some = [inputs[i] for i in chosen]
     batches = list(_batches(encoder, some if config.naflex else np.stack(some)))
-    prepared = eight_bits.prepare(jax.device_get(encoder.blocks), statistics, config, dtype)
-    rounded = {layer: _rounded(prepared, layer, config.depth) for layer in LAYERS}
     levels = {"factor": prepared.factor, "shift": prepared.shift}
-    arrays = jax.device_put((prepared.blocks, levels, rounded))
+    arrays = jax.device_put((prepared.blocks, levels, {n: _numbers(p) for n, p in layers.items()}))
 
     def distance(*units: Unit) -> float:
         flags = {layer: np.zeros(config.depth, bool) for layer in LAYERS}
@@ -497,14 +517,10 @@ def _in_bfloat16[E: Encoder | TextEncoder](encoder: E) -> E:
     return dataclasses.replace(encoder, dtype="bfloat16", **cast_parts)
 
 
-def _rounded(prepared: Prepared, layer: str, depth: int) -> dict[str, Array]:
-    """Returns a layer's weights of 8 bits as numbers in float32, for all blocks."""
-    found = []
-    for block in range(depth):
-        p = eight_bits.quantise(prepared, (block, layer))
-        kernel = (p["weight"].astype(np.float32) * p["scale"][:, None]).T
-        found.append({"kernel": kernel, "bias": p["bias"]})
-    return {name: np.stack([p[name] for p in found]) for name in found[0]}
+def _numbers(layer: dict[str, Array]) -> dict[str, Array]:
+    """Returns the weights of a layer in 8 bits as numbers in float32."""
+    weight = layer["weight"].astype(np.float32) * layer["scale"][..., None]
+    return {"kernel": weight.swapaxes(1, 2), "bias": layer["bias"]}
 
 
 @jax.jit

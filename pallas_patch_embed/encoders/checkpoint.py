@@ -27,7 +27,7 @@ from pallas_patch_embed.encoders.arrays import (
 )
 from pallas_patch_embed.encoders.calibration import FILES, Calibration, calibrate
 from pallas_patch_embed.encoders.config import Config, TextConfig, check_config
-from pallas_patch_embed.encoders.encoder import LAYERS, Encoder
+from pallas_patch_embed.encoders.encoder import Encoder
 from pallas_patch_embed.encoders.hub import find_checkpoint
 from pallas_patch_embed.encoders.image_processor import normalisation
 from pallas_patch_embed.encoders.layouts import by_outputs
@@ -449,15 +449,15 @@ def in_eight_bits(
     calibration: Calibration,
     min_cosine: float | None,
 ) -> tuple[dict[str, Any], ...]:
-    """Rounds the blocks of an encoder in float32 to 8 bits, and puts them on the device.
+    """Returns the blocks of an encoder in 8 bits, on the device, for those in float32.
 
     Raises:
       ValueError: the calibration is of another encoder or dtype, or does not reach `min_cosine`.
     """
     calibration = calibration.of_first(blocks, config, dtype)
     kept = calibration.kept(min_cosine, blocks)
-    prepared = eight_bits.prepare(blocks, calibration.statistics, config, dtype)
-    runs = eight_bits.runs(prepared, kept, config, LAYERS)
+    smoothed = eight_bits.smoothed(blocks, calibration.divisors, config)
+    runs = eight_bits.runs(smoothed, calibration.layers, kept, config)
     return tuple(cast(run, "bfloat16") for run in runs)
 
 

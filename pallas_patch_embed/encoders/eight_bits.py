@@ -1,4 +1,4 @@
-"""The weights and scales of an encoder in 8 bits, computed on the host when it is loaded.
+"""The weights and scales of an encoder in 8 bits, computed on the host when it is calibrated.
 
 Three things make a layer's result as exact as 8 bits allow:
 
@@ -31,6 +31,9 @@ type Array = npt.NDArray[Any]
 
 # A dense layer of a block, as (number of the block, name of the layer).
 type Unit = tuple[int, str]
+
+# The layers whose inputs are divided by numbers that the blocks' other weights compensate.
+SMOOTHED = ("qkv", "out", "fc1")
 
 # Parts of the mean of the covariance's diagonal that are added to it: the first, which is GPTQ's
 # default, with which the covariance of few pictures, a difference of float32, can be inverted.
@@ -87,12 +90,14 @@ class Prepared(NamedTuple):
       blocks: as in `Encoder`. out's input are levels before they are rounded, and the width of the
         MLP's hidden layer is a multiple of 128.
       statistics: of each dense layer's input.
+      divisors: as for `smoothed`.
       factor, shift: [L, M] and [L, 1], of the levels that fc2 gets.
       dtype: dtype of levels and weights, one of `EIGHT_BITS`.
     """
 
     blocks: dict[str, Any]
     statistics: dict[str, Statistics]
+    divisors: dict[str, Array]
     factor: Array
     shift: Array
     dtype: str
@@ -106,20 +111,15 @@ def prepare(
 ) -> Prepared:
     """Pads the hidden layer, smooths the inputs of layers, and computes their static scales."""
     limit = TABLE[dtype].largest
-    blocks, statistics = padded(blocks, config), dict(statistics)
-    statistics["fc2"] = statistics["fc2"].padded(blocks["fc2"]["kernel"].shape[1] - config.mlp)
-    for norm, layer in (("norm1", "qkv"), ("norm2", "fc1")):
-        by = _smoothing(statistics[layer], blocks[layer]["kernel"])
-        blocks[norm] = {name: vector / by for name, vector in blocks[norm].items()}
-        _divide_input(blocks, statistics, layer, by)
-    by = _smoothing(statistics["out"], blocks["out"]["kernel"])
-    largest = (statistics["out"].magnitude / by).max(1, keepdims=True)
-    by = by * np.where(largest > 0, largest, 1) / limit
-    D, qkv = config.width, {name: x.copy() for name, x in blocks["qkv"].items()}
-    qkv["kernel"][:, :, 2 * D :] /= by[:, None, :]
-    qkv["bias"][:, 2 * D :] /= by
-    blocks["qkv"] = qkv
-    _divide_input(blocks, statistics, "out", by)
+    kernels = {layer: p["kernel"] for layer, p in padded(blocks, config).items() if "kernel" in p}
+    divisors = {layer: _smoothing(statistics[layer], kernels[layer]) for layer in SMOOTHED}
+    largest = (statistics["out"].magnitude / divisors["out"]).max(1, keepdims=True)
+    divisors["out"] = divisors["out"] * np.where(largest > 0, largest, 1) / limit
+    blocks = smoothed(blocks, divisors, config)
+    statistics = statistics | {
+        layer: statistics[layer].divided(by) for layer, by in divisors.items()
+    }
+    statistics["fc2"] = statistics["fc2"].padded(kernels["fc2"].shape[1] - config.mlp)
     hidden = statistics["fc2"]
     by = np.ones_like(hidden.mean)
     if TABLE[dtype].holds_levels:  # The steps of float8 grow with the numbers.
@@ -130,7 +130,29 @@ def prepare(
     factor = 2 * limit / np.maximum(largest - least, 1e-30)
     shift = (-limit - least * factor).astype(np.float32)
     factor = (factor[:, None] / by).astype(np.float32)
-    return Prepared(blocks, statistics, factor, shift[:, None], dtype)
+    return Prepared(blocks, statistics, divisors, factor, shift[:, None], dtype)
+
+
+def smoothed(
+    blocks: dict[str, Any], divisors: dict[str, Array], config: Config | TextConfig
+) -> dict[str, Any]:
+    """Returns `Prepared.blocks`.
+
+    Args:
+      blocks: of an encoder in float32, [in, out], on the host.
+      divisors: for each layer of `SMOOTHED` the numbers [L, K] by which its inputs are divided,
+        those of out to levels.
+      config: of the encoder.
+    """
+    D, blocks = config.width, padded(blocks, config)
+    for norm, layer in (("norm1", "qkv"), ("norm2", "fc1")):
+        blocks[norm] = {name: x / divisors[layer] for name, x in blocks[norm].items()}
+    for layer, by in divisors.items():
+        blocks[layer] = blocks[layer] | {"kernel": blocks[layer]["kernel"] * by[:, :, None]}
+    qkv = blocks["qkv"] | {"bias": blocks["qkv"]["bias"].copy()}
+    qkv["kernel"][:, :, 2 * D :] /= divisors["out"][:, None, :]
+    qkv["bias"][:, 2 * D :] /= divisors["out"]
+    return blocks | {"qkv": qkv}
 
 
 def _range(hidden: Statistics, by: Array) -> tuple[Array, Array]:
@@ -181,19 +203,22 @@ def _smoothing(statistics: Statistics, kernel: Array) -> Array:
     return np.sqrt(np.divide(x, weight, out=np.ones_like(x), where=used))
 
 
-def _divide_input(
-    blocks: dict[str, Any], statistics: dict[str, Statistics], layer: str, by: Array
-) -> None:
-    blocks[layer] = blocks[layer] | {"kernel": blocks[layer]["kernel"] * by[:, :, None]}
-    statistics[layer] = statistics[layer].divided(by)
+def rounded(prepared: Prepared) -> dict[str, dict[str, Array]]:
+    """Returns the dense layers of all blocks in 8 bits.
 
-
-def quantise(prepared: Prepared, unit: Unit) -> dict[str, Array]:
-    """Returns {"weight" [N, K], "scale" [N], "bias" [N]} of a dense layer of a block.
-
-    fc2 also has "factor" [K] and "shift" [1], of the levels that it gets.
+    Returns:
+      For each layer "weight" [L, N, K], "scale" [L, N] and "bias" [L, N]. fc2 also has "factor"
+      [L, K] and "shift" [L, 1], of the levels that it gets.
     """
-    block, layer = unit
+    found = {}
+    for layer, moments in prepared.statistics.items():
+        parts = [_round(prepared, block, layer) for block in range(len(moments.mean))]
+        found[layer] = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+    return found
+
+
+def _round(prepared: Prepared, block: int, layer: str) -> dict[str, Array]:
+    """Returns a layer of `rounded` of one block."""
     kernel, bias = (prepared.blocks[layer][name][block] for name in ("kernel", "bias"))
     moments = prepared.statistics[layer]
     mean = moments.mean[block].astype(np.float64)
@@ -278,27 +303,31 @@ def _inverse_factor(matrix: Array) -> Array:
 
 
 def runs(
-    prepared: Prepared,
+    blocks: dict[str, Any],
+    in_8_bits: dict[str, dict[str, Array]],
     kept: Collection[Unit],
     config: Config | TextConfig,
-    layers: tuple[str, ...],
 ) -> tuple[dict[str, Any], ...]:
-    """Returns the blocks of an encoder in 8 bits, whose layers `kept` are in bfloat16."""
+    """Returns the blocks of an encoder in 8 bits.
+
+    Args:
+      blocks: as from `smoothed`.
+      in_8_bits: the dense layers, as from `rounded`.
+      kept: the layers that are in bfloat16.
+      config: of the encoder.
+    """
     patterns = [
-        tuple(layer for layer in layers if (block, layer) in kept) for block in range(config.depth)
+        tuple(layer for layer in in_8_bits if (block, layer) in kept)
+        for block in range(config.depth)
     ]
     found = []
-    for kept_layers, blocks in itertools.groupby(range(config.depth), patterns.__getitem__):
-        rows = list(blocks)
-        run = {
-            name: {key: array[rows] for key, array in p.items()}
-            for name, p in prepared.blocks.items()
-        }
-        for layer in set(layers) - set(kept_layers):
-            parts = [quantise(prepared, (block, layer)) for block in rows]
-            run[layer] = {key: np.stack([part[key] for part in parts]) for key in parts[0]}
-            run[layer] = {key: split(x, layer, config) for key, x in run[layer].items()}
-        for layer in kept_layers:
-            run[layer] = layer_by_outputs(run[layer], layer, config)
+    for kept_layers, numbers in itertools.groupby(range(config.depth), patterns.__getitem__):
+        rows = list(numbers)
+        run = {name: {key: x[rows] for key, x in p.items()} for name, p in blocks.items()}
+        for layer, p in in_8_bits.items():
+            if layer in kept_layers:
+                run[layer] = layer_by_outputs(run[layer], layer, config)
+            else:
+                run[layer] = {key: split(x[rows], layer, config) for key, x in p.items()}
         found.append(run)
     return tuple(found)

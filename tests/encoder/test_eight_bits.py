@@ -23,6 +23,7 @@ from pallas_patch_embed.encoders.eight_bits import (
     _above_most_units,
     prepare,
     round_with_covariance,
+    rounded,
 )
 from pallas_patch_embed.encoders.encoder import LAYERS, dtype_in_8_bits
 from pallas_patch_embed.layers import attention, attention_sm90
@@ -89,7 +90,7 @@ def test_statistics_are_those_of_the_layers_inputs(name):
     x = states - states.mean(-1, keepdims=True)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + encoder.config.eps)
     x = (x * norm["scale"] + norm["bias"]).reshape(-1, encoder.config.width)
-    found = calibrated(name).statistics["qkv"]
+    found = calibrating.measured(encoder, given)["qkv"]
     wanted = x.min(0), x.max(0), x.mean(0), x.T @ x / len(x)
     for part, exact in zip(found, wanted):
         assert np.abs(part[0] - exact).max() <= 1e-4 * np.abs(exact).max()
@@ -99,7 +100,7 @@ def test_statistics_are_those_of_the_layers_inputs(name):
 @pytest.mark.parametrize("name", SOME)
 def test_before_rounding_the_prepared_blocks_compute_the_same(name, dtype):
     encoder, given = load(name, dtype="float32"), pictures(name)
-    statistics = calibrated(name).statistics
+    statistics = calibrating.measured(encoder, given)
     prepared = prepare(blocks_of(encoder), statistics, encoder.config, dtype)
     changed = dataclasses.replace(encoder, blocks=prepared.blocks)
     assert prepared.blocks["fc2"]["kernel"].shape[1] % 128 == 0
@@ -217,6 +218,39 @@ def test_a_calibration_beside_the_checkpoint_is_found(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+def test_an_encoder_has_the_weights_of_its_calibration():
+    """Nothing is rounded again, so they are the same on every machine."""
+    said = calibrated("dinov2_swiglu")
+    (run,) = load_in_8_bits("dinov2_swiglu", min_cosine=0).blocks
+    for layer, p in said.layers.items():
+        for name, x in p.items():
+            np.testing.assert_array_equal(np.reshape(run[layer][name], x.shape), x)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_calibration_of_an_encoder_in_bfloat16_fits_its_checkpoint(name):
+    said = ppe.calibrate(load(name, dtype="bfloat16"), pictures(name))
+    np.testing.assert_array_equal(said.weights, calibrated(name).weights)
+    given, exact = pictures(name), load(name, dtype="float32")
+    wanted = encode(exact, given)
+    found = cosine_distances(encode(load_in_8_bits(name, calibration=said), given), wanted)
+    of_float32 = cosine_distances(encode(load_in_8_bits(name), given), wanted)
+    assert found.mean() <= 2 * of_float32.mean()
+
+
+def test_a_checkpoint_with_other_weights_is_refused(tmp_path):
+    """The weights come from the calibration, so all of them must be those of the checkpoint."""
+    for file in (FAMILIES / "clip").iterdir():
+        shutil.copy(file, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    (name, *_) = (name for name in stored if "layers.1." in name and "fc1.weight" in name)
+    stored[name] = stored[name].copy()
+    stored[name][3, 5] *= 1.5
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="is of an encoder with other weights"):
+        ppe.load_encoder(tmp_path, dtype="int8", calibration=calibrated("clip"))
+
+
 def test_fewer_blocks_have_the_first_blocks_calibration():
     given = pictures("clip")
     part = load_in_8_bits("clip", layers=2)(given).last_hidden_state
@@ -261,10 +295,10 @@ def test_a_naflex_encoder_in_8_bits_leaves_out_the_padding():
     path, given = checkpoint(NAFLEX), images(NAFLEX)[:2]
     exact = ppe.siglip2.load_encoder(path, dtype="float32", patch_dtype="int8")
     said = ppe.calibrate(exact, given)
-    alone = [ppe.calibrate(exact, [image]).statistics["fc2"] for image in given]
+    alone = [calibrating.measured(exact, [image])["fc2"] for image in given]
     tokens = [image.size for image in given]
     mean = np.average([s.mean for s in alone], axis=0, weights=tokens)
-    assert error(said.statistics["fc2"].mean, mean) <= FLOAT32
+    assert error(calibrating.measured(exact, given)["fc2"].mean, mean) <= FLOAT32
     encoder = ppe.load_encoder(path, dtype="int8", patch_dtype="int8", calibration=said)
     L = expected(NAFLEX)["last_hidden_state"].shape[1]
     patches, shapes, _ = ppe.siglip2.batch_naflex(given, encoder.config, L)
@@ -306,10 +340,9 @@ several = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices"
 def test_a_users_sharding_changes_no_calibration():
     encoder, mesh = load("clip", dtype="float32"), mesh_of(AxisType.Auto)
     split = jax.device_put(pictures("clip"), NamedSharding(mesh, P("batch")))
-    said = ppe.calibrate(split_by_width(encoder, mesh, "outputs"), split)
-    for a, b in zip(
-        jax.tree.leaves(said.statistics), jax.tree.leaves(calibrated("clip").statistics)
-    ):
+    found = calibrating.measured(split_by_width(encoder, mesh, "outputs"), split)
+    wanted = calibrating.measured(encoder, pictures("clip"))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.abs(a - b).max() <= FLOAT32 * np.abs(b).max()
 
 
@@ -511,8 +544,11 @@ def test_on_a_Hopper_GPU_the_attention_gives_levels_to_the_layer_behind_it(monke
         rows, moment = np.ones((L, K), np.float32), np.eye(K, dtype=np.float32)
         return Statistics(-rows, rows, 0 * rows, np.tile(moment, (L, 1, 1)))
 
+    widths = zip(LAYERS, (D, D, D, config.mlp))
+    prepared = prepare(blocks, {layer: statistics(K) for layer, K in widths}, config, "int8")
     said = Calibration(
-        {layer: statistics(K) for layer, K in zip(LAYERS, (D, D, D, config.mlp))},
+        rounded(prepared),
+        prepared.divisors,
         losses=np.zeros((L, len(LAYERS))),
         bfloat16=0.0,
         weights=calibrating._hash(blocks),

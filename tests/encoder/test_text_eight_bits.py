@@ -11,7 +11,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.encoders.calibration import FILE, FILES, cosine_distances, encode
+from pallas_patch_embed.encoders.calibration import (
+    FILE,
+    FILES,
+    cosine_distances,
+    encode,
+    measured,
+)
 from pallas_patch_embed.encoders.eight_bits import prepare
 from pallas_patch_embed.encoders.encoder import LAYERS
 from pallas_patch_embed.encoders.sentences import SENTENCES
@@ -81,7 +87,7 @@ def test_statistics_are_those_of_the_tokens_that_decide(name):
     x = states - states.mean(-1, keepdims=True)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + encoder.config.eps)
     x = x * norm["scale"] + norm["bias"]
-    found = calibrated(name).statistics["qkv"]
+    found = measured(encoder, ids)["qkv"]
     # Least and largest are also those of zeros, which stand for tokens that are left out.
     zero = 0 if encoder.config.causal else x
     least, largest = np.minimum(x, zero).min(0), np.maximum(x, zero).max(0)
@@ -92,8 +98,7 @@ def test_statistics_are_those_of_the_tokens_that_decide(name):
 @pytest.mark.parametrize("name, dtype", EACH)
 def test_before_rounding_the_prepared_blocks_compute_the_same(name, dtype):
     encoder, ids = load(name, dtype="float32"), ids_of(name)
-    statistics = calibrated(name, dtype).statistics
-    prepared = prepare(blocks_of(encoder), statistics, encoder.config, dtype)
+    prepared = prepare(blocks_of(encoder), measured(encoder, ids), encoder.config, dtype)
     changed, wanted = dataclasses.replace(encoder, blocks=prepared.blocks)(ids), encoder(ids)
     assert error(changed.text_embeds, wanted.text_embeds) <= FLOAT32
     assert error(changed.last_hidden_state, wanted.last_hidden_state) <= FLOAT32
