@@ -123,8 +123,8 @@ def scales_sha256(encoder: AnyEncoder) -> str | None:
 
     It is that of the smoothed norms, and of the scales and levels of the layers that are in 8 bits,
     with their names. They follow from checkpoint, calibration and `min_cosine` by operations whose
-    results are the same on every machine. The weights are left out, because the solvers that round
-    them are not: their errors differ in the last bits.
+    results are the same on every machine. The weights are left out: they are in the calibration's
+    file, whose hash is recorded, too.
     """
     if not isinstance(encoder.blocks, tuple):
         return None

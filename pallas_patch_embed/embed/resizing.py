@@ -248,9 +248,10 @@ class _Calls(NamedTuple):
 
 # Folders often have pictures of one size, so the coefficients of some calls stay on the device.
 @functools.lru_cache(maxsize=8)
-def _coefficients(axes: Sequence[Axis], side: int, pictures: int, device: jax.Device) -> Taps:
-    """Returns the coefficients of an axis of pictures that are padded to a side, on a device."""
-    most = max(most_taps(side, to, name) for _, to, name, *_ in axes)
+def _coefficients(axes: Sequence[Axis], pictures: int, device: jax.Device) -> Taps:
+    """Returns the coefficients of an axis of several pictures, on a device."""
+    # Sizes with the same padded side have the same number of them, so there are few programs.
+    most = max(most_taps(padded(size), to, name) for size, to, name, *_ in axes)
     return jax.device_put(stacked([taps(*axis) for axis in axes], pictures, most), device)
 
 
@@ -359,8 +360,8 @@ class Resizer:
             where = np.zeros((2, B), np.int32)
             where[:, : len(group)] = begins[list(group)], [shapes[i][1] for i in group]
             axes = [
-                _coefficients(tuple(steps[i].axes[axis] for i in group), side, B, device)
-                for axis, side in enumerate((height, width))
+                _coefficients(tuple(steps[i].axes[axis] for i in group), B, device)
+                for axis in (0, 1)
             ]
             places[list(group)] = number * B + np.arange(len(group))
             calls.append(

@@ -139,13 +139,15 @@ class Calibration:
                 about = json.loads(metadata["calibration"])
                 layers: dict[str, dict[str, Array]] = {layer: {} for layer in LAYERS}
                 for name in stored.keys():
-                    if (parts := name.split("."))[0] in layers:
-                        layers[parts[0]][parts[1]] = stored.get_tensor(name)
+                    layer, _, key = name.partition(".")
+                    if layer in layers:
+                        layers[layer][key] = stored.get_tensor(name)
                 divisors = {layer: layers[layer].pop(DIVISOR) for layer in eight_bits.SMOOTHED}
                 dtype = np.dtype(check_dtype(about["dtype"], "dtype", EIGHT_BITS))
                 for p in layers.values():
                     p["weight"] = p["weight"].view(dtype)
                 losses, weights = (stored.get_tensor(name) for name in ("losses", "weights"))
+                _check_layers(layers, divisors, losses, weights)
                 return cls(layers, divisors, losses, weights=weights, **about)
         except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -170,6 +172,11 @@ class Calibration:
                 f"calibrate({exact}, dtype={dtype!r})."
             )
         L = config.depth
+        if len(self.weights) < L:
+            raise ValueError(
+                f"{self!r} is of {len(self.weights)} blocks, but this encoder has {L}. Calibrate "
+                f"all of it: calibrate({exact})."
+            )
         if not np.array_equal(self.weights[:L], _hash(blocks)):
             raise ValueError(
                 f"{self!r} is of an encoder with other weights. Calibrate this checkpoint: "
@@ -380,18 +387,55 @@ def calibration_file(path: str | os.PathLike[str], tower: str = "vision") -> Pat
 
 
 def _hash(blocks: dict[str, Any]) -> Array:
-    """Returns a hash of each block's weights in bfloat16, which are the same in every dtype."""
-    arrays = [blocks[layer][name] for layer in LAYERS for name in ("kernel", "bias")]
-    arrays += [blocks[norm][name] for norm in ("norm1", "norm2") for name in ("scale", "bias")]
+    """Returns a hash of each block's weights, which is the same for each dtype of an encoder.
+
+    It is that of the norms in float32, and of the dense layers in bfloat16.
+    """
+    norms = [blocks[norm][name] for norm in ("norm1", "norm2") for name in ("scale", "bias")]
+    dense = [blocks[layer][name] for layer in LAYERS for name in ("kernel", "bias")]
 
     def of_block(number: int) -> int:
         found = 0
-        for x in arrays:
+        for x in norms:
+            found = zlib.crc32(np.asarray(x[number], np.float32).tobytes(), found)
+        for x in dense:
             rounded = np.asarray(x[number], np.float32).astype(jnp.bfloat16)
             found = zlib.crc32(rounded.tobytes(), found)
         return found
 
-    return np.array([of_block(number) for number in range(len(arrays[0]))], np.int64)
+    return np.array([of_block(number) for number in range(len(norms[0]))], np.int64)
+
+
+def _check_layers(
+    layers: dict[str, dict[str, Array]], divisors: dict[str, Array], losses: Array, weights: Array
+) -> None:
+    """Checks the arrays of a calibration's file.
+
+    Raises:
+      ValueError: a name, shape or dtype is not that of a calibration, a number is not finite, or a
+        scale or divisor is not positive.
+    """
+
+    def check(name: str, x: Array, shape: tuple[int, ...], *, positive: bool = False) -> None:
+        if x.shape != shape or x.dtype.kind != "f":
+            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}, expected numbers {list(shape)}")
+        if not np.isfinite(x).all() or (positive and (x <= 0).any()):
+            wanted = "positive and finite" if positive else "finite"
+            raise ValueError(f"{name} has a number that is not {wanted}")
+
+    L = weights.size
+    check("losses", losses, (L, len(LAYERS)))
+    for layer, p in layers.items():
+        names = {"weight", "scale", "bias", *(LEVELS if layer == "fc2" else ())}
+        weight = p["weight"]
+        if p.keys() != names or weight.ndim != 3 or len(weight) != L:
+            raise ValueError(f"{layer} has {', '.join(sorted(p))} and a weight {weight.shape}")
+        _, N, K = weight.shape
+        shapes = {"scale": (L, N), "bias": (L, N), "factor": (L, K), "shift": (L, 1)}
+        for name in names - {"weight"}:
+            check(f"{layer}.{name}", p[name], shapes[name], positive=name in ("scale", "factor"))
+        if layer in divisors:
+            check(f"{layer}.{DIVISOR}", divisors[layer], (L, K), positive=True)
 
 
 def _parts(encoder: AnyEncoder, *names: str) -> dict[str, Any]:

@@ -323,11 +323,15 @@ def runs(
     found = []
     for kept_layers, numbers in itertools.groupby(range(config.depth), patterns.__getitem__):
         rows = list(numbers)
-        run = {name: {key: x[rows] for key, x in p.items()} for name, p in blocks.items()}
-        for layer, p in in_8_bits.items():
-            if layer in kept_layers:
-                run[layer] = layer_by_outputs(run[layer], layer, config)
-            else:
-                run[layer] = {key: split(x[rows], layer, config) for key, x in p.items()}
+        rounded_layers = in_8_bits.keys() - set(kept_layers)
+        run = {
+            name: {key: x[rows] for key, x in p.items()}
+            for name, p in blocks.items()
+            if name not in rounded_layers
+        }
+        for layer in kept_layers:
+            run[layer] = layer_by_outputs(run[layer], layer, config)
+        for layer in rounded_layers:
+            run[layer] = {key: split(x[rows], layer, config) for key, x in in_8_bits[layer].items()}
         found.append(run)
     return tuple(found)

@@ -9,10 +9,10 @@ No value exceeds int32. Let A be sum(|c|) 2^-22, which is below 1.6 (1.57 for la
 bicubic, 1 for the other filters). Every partial sum is at most 255 A 2^22 < 2^30.7, in whatever
 order the terms are added. Pillow adds 2^21 to the result and computes it in int32, too.
 
-XLA computes a pass in one kernel that reads the pixels where they are, and multiplies only by the
-coefficients that can differ from 0: for 500 pixels that become 224, 9 of 500. As products of int8
-with all of them, on tensor cores, the passes take 1.2 to 2 times as long
-(docs/experiments/embed.md).
+XLA computes up to TURN coefficients of a pass in one kernel, which reads the pixels where they are,
+and leaves out most of the coefficients that are 0: for 500 pixels that become 224, 9 of 500 are
+not. A kernel that separates the pictures, and products of int8 on tensor cores with all
+coefficients, take 1.2 to 2.1 times as long in all (docs/experiments/embed.md).
 """
 
 import functools
@@ -30,15 +30,16 @@ from jax import lax
 BITS = 22
 
 # Sides in pixels to which pictures are padded on the device, so that there are few programs: at
-# most 81 for each number of coefficients and order of the passes. A side of at least 128 pixels
-# becomes at most 1.5 times as long, and 1.2 times on average over the logarithm of the side.
+# most 81 for each order of the passes, two numbers of coefficients and size of the packed pictures.
+# A side of at least 128 pixels becomes at most 1.5 times as long, and 1.2 times on average over the
+# logarithm of the side.
 SIDES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MOST_SIDE = SIDES[-1]
 
 # Numbers of coefficients of a result for which there are programs. More than TURN are added in
 # turns of so many, between which the sums are in memory.
-TAPS = (4, 8, 12, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-TURN = 16
+TURN = 32
+TAPS = (*range(4, TURN + 1, 4), 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 class Taps(NamedTuple):

@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import safetensors
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
@@ -251,6 +252,52 @@ def test_a_checkpoint_with_other_weights_is_refused(tmp_path):
         ppe.load_encoder(tmp_path, dtype="int8", calibration=calibrated("clip"))
 
 
+def without(name):
+    return lambda arrays: arrays.pop(name)
+
+
+def changed(name, change):
+    return lambda arrays: arrays.update({name: change(arrays[name].copy())})
+
+
+def with_number(x, value):
+    x.flat[0] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (without("qkv.scale"), "qkv has bias, weight and a weight"),
+        (without("fc2.factor"), "fc2 has bias, scale, shift, weight and a weight"),
+        (without("out.weight"), "weight"),
+        (without("out.divisor"), "divisor"),
+        (changed("qkv.divisor", lambda x: x[:, :1]), r"qkv\.divisor is float32\[3, 1\], expected"),
+        (changed("fc1.bias", lambda x: x[:2]), r"fc1\.bias is float32\[2, "),
+        (changed("fc1.weight", lambda x: x[:2]), "fc1 has bias, scale, weight and a weight"),
+        (changed("qkv.weight", lambda x: x.astype(np.float32)), r"qkv\.divisor is float32"),
+        (changed("losses", lambda x: x[:1]), r"losses is float64\[1, 4\]"),
+        (changed("losses", lambda x: with_number(x, np.nan)), "losses has a number that is not f"),
+        (
+            changed("out.divisor", lambda x: with_number(x, 0)),
+            "a number that is not positive and f",
+        ),
+        (changed("fc2.scale", lambda x: with_number(x, np.inf)), r"fc2\.scale has a number"),
+        (lambda arrays: arrays.update(qkv=np.zeros(1)), "qkv has , bias, scale, weight and"),
+    ],
+)
+def test_a_damaged_calibration_is_refused(tmp_path, damage, message):
+    calibrated("clip").save(tmp_path)
+    with safetensors.safe_open(tmp_path / FILE, "numpy") as stored:
+        metadata = stored.metadata()
+    arrays = load_file(tmp_path / FILE)
+    damage(arrays)
+    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    save_file(arrays, tmp_path / FILE, metadata)
+    with pytest.raises(ValueError, match=f"is not a calibration: .*{message}"):
+        Calibration.load(tmp_path)
+
+
 def test_fewer_blocks_have_the_first_blocks_calibration():
     given = pictures("clip")
     part = load_in_8_bits("clip", layers=2)(given).last_hidden_state
@@ -273,6 +320,9 @@ def test_faults_are_named(tmp_path):
         load_in_8_bits(
             "clip", calibration=dataclasses.replace(calibrated("clip"), weights=np.zeros(3))
         )
+    part = ppe.calibrate(load("clip", dtype="float32", layers=2), pictures("clip"))
+    with pytest.raises(ValueError, match=r"is of 2 blocks, but this encoder has 3\. Calibrate"):
+        load_in_8_bits("clip", calibration=part)
     with pytest.raises(ValueError, match="are for 'float8_e4m3fn' or 'int8'"):
         ppe.load_encoder(FAMILIES / "clip", calibration=calibrated("clip"))
     with pytest.raises(ValueError, match="expected one of bfloat16, float32, float8_e4m3fn, int8"):
