@@ -279,7 +279,7 @@ def test_many_images_have_the_newest_times_of_whole_encoders():
     names = {
         f"**{ours}, int8**": f"{ours}, blocks in int8 except out of every block",
         f"**{ours}, bfloat16**, with the option of `embed`": f"{ours}, epilogues by cuBLAS",
-        "the same without the option": ours,
+        f"{ours}, bfloat16, without the option": ours,
         "the same, called outside of jit": f"{ours}, called outside of jit",
         "transformers, torch.compile": "transformers, torch.compile",
         "the same with torchao's int8": "transformers, torch.compile, torchao's int8",
