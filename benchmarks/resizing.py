@@ -3,10 +3,9 @@
   python -m benchmarks.resizing --out bench
 
 "resize" times the device's kernels on a batch of pictures that it already has, whose pixels are
-first compared with Pillow's. "copies" times ways to bring a batch to the device:
-the host's copy of decoded pictures into one array, the transfer of that array as a whole, in pieces
-and from pinned memory, and all steps of `embed`. "decoding" measures the CPU time of a decoder for
-a picture.
+first compared with Pillow's. "copies" times ways to bring a batch to the device: the host's copy of
+decoded pictures into one array, the transfer of that array as a whole, in pieces and from pinned
+memory, and all steps of `embed`. "decoding" measures the CPU time of a decoder for a picture.
 
 "embed" runs the command on JPEG files, tars and parquet files on one GPU, first with `--resize
 host` and then with `--resize device`, as `benchmarks.embedding` does, with pictures of 500 x 375

@@ -72,7 +72,7 @@ KEPT = ("out",)
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
-    """The dense layers of an encoder's blocks in 8 bits, as pictures or texts decided them.
+    """The dense layers of an encoder's blocks, rounded to 8 bits for given pictures or texts.
 
     `calibrate` makes it, and `load_encoder(..., dtype="int8", calibration=...)` needs it, or
     `load_text_encoder`.

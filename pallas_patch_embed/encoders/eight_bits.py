@@ -111,15 +111,14 @@ def prepare(
 ) -> Prepared:
     """Pads the hidden layer, smooths the inputs of layers, and computes their static scales."""
     limit = TABLE[dtype].largest
-    kernels = {layer: p["kernel"] for layer, p in padded(blocks, config).items() if "kernel" in p}
-    divisors = {layer: _smoothing(statistics[layer], kernels[layer]) for layer in SMOOTHED}
+    divisors = {layer: _smoothing(statistics[layer], blocks[layer]["kernel"]) for layer in SMOOTHED}
     largest = (statistics["out"].magnitude / divisors["out"]).max(1, keepdims=True)
     divisors["out"] = divisors["out"] * np.where(largest > 0, largest, 1) / limit
     blocks = smoothed(blocks, divisors, config)
     statistics = statistics | {
         layer: statistics[layer].divided(by) for layer, by in divisors.items()
     }
-    statistics["fc2"] = statistics["fc2"].padded(kernels["fc2"].shape[1] - config.mlp)
+    statistics["fc2"] = statistics["fc2"].padded(blocks["fc2"]["kernel"].shape[1] - config.mlp)
     hidden = statistics["fc2"]
     by = np.ones_like(hidden.mean)
     if TABLE[dtype].holds_levels:  # The steps of float8 grow with the numbers.

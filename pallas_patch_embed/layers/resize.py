@@ -10,8 +10,8 @@ bicubic, 1 for the other filters). Every partial sum is at most 255 A 2^22 < 2^3
 order the terms are added. Pillow adds 2^21 to the result and computes it in int32, too.
 
 XLA computes up to TURN coefficients of a pass in one kernel, which reads the pixels where they are,
-and leaves out most of the coefficients that are 0: for 500 pixels that become 224, 9 of 500 are
-not. A kernel that separates the pictures, and products of int8 on tensor cores with all
+and leaves out most of the coefficients that are 0. If 500 pixels become 224, a result has 9 other
+coefficients. A kernel that separates the pictures, and products of int8 on tensor cores with all
 coefficients, take 1.2 to 2.1 times as long in all (docs/experiments/embed.md).
 """
 
