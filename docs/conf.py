@@ -87,6 +87,7 @@ toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 smartquotes = False
 html_title = f"{project} {version}".replace("_", "_<wbr>")
+html_static_path = html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 
