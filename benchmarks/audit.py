@@ -387,7 +387,7 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
         if done.returncode:
             raise NotImplementedError(f"it did not compile: {done.stderr.strip()[-200:]}")
         sass = Path(file.name).read_text()
-    (found,) = json.loads(done.stdout)[shape.name]["kernels"]
+    found = json.loads(done.stdout)[shape.name]["kernel"]
     names = ("name", "registers", "stack_bytes", "spill_bytes")
     code = Code(*(found[name] for name in names), sass=sass)
     launch = dict(shared_memory=found["shared_memory_bytes"])

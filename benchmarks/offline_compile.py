@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -58,6 +59,8 @@ def describe(chip: Chip) -> str:
 
 
 TENSOR_MEMORY_LOAD = re.compile(r"LDTM")
+# Line in Mosaic's log of passes before the last dump in which the host function is still MLIR.
+LAST_MLIR = "IR Dump Before ConvertToLLVMPass"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Kernel:
       store_loop: opcode -> count, in the innermost loop with all loads of tensor memory; empty if
         there are none.
       load_gaps: instructions between consecutive loads of tensor memory in this loop.
-      sass: the machine code.
+      sass: the machine code, after ptxas's report.
     """
 
     name: str
@@ -99,24 +102,19 @@ class Program:
     """A compiled program.
 
     Attributes:
-      kernels: the program's Mosaic kernels.
-      other_operations: opcode -> shapes of all device operations other than these kernels.
+      kernel: the program's Mosaic kernel; None if it has none.
+      other_operations: opcode -> shapes of all device operations other than this kernel.
       hlo: the optimised HLO.
     """
 
-    kernels: list[Kernel]
+    kernel: Kernel | None
     other_operations: dict[str, list[str]]
     hlo: str
 
 
 @contextlib.contextmanager
-def compiler(*, sass: bool = True) -> Iterator[Path]:
-    """Prepares this process for offline compilation, before JAX is imported; yields a folder.
-
-    Args:
-      sass: whether kernels are also disassembled, as `compile_offline` needs; PTX is always
-        written.
-    """
+def compiler() -> Iterator[None]:
+    """Prepares this process for offline compilation, before JAX is imported."""
     if "jax" in sys.modules:
         raise RuntimeError(
             "XLA and Mosaic read their settings once: enter `compiler` before JAX is imported."
@@ -124,38 +122,82 @@ def compiler(*, sass: bool = True) -> Iterator[Path]:
     root = cuda_root()
     if root is None:
         raise RuntimeError("ptxas and nvdisasm are missing: pip install '.[codegen]'")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(
-            JAX_PLATFORMS="cpu",
-            JAX_ENABLE_COMPILATION_CACHE="false",
-            CUDA_ROOT=str(root),
-            MOSAIC_GPU_DUMP_TO=folder,
-            MOSAIC_GPU_DUMP_PTX="1",
-            MOSAIC_GPU_DUMP_PTXAS="1",
-            **({"MOSAIC_GPU_DUMP_SASS": "1"} if sass else {}),
-            PATH=f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        )
-        yield Path(folder)
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        JAX_ENABLE_COMPILATION_CACHE="false",
+        CUDA_ROOT=str(root),
+        PATH=f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    )
+    yield
 
 
 def compile_offline(
-    function: Callable, arguments: tuple[Any, ...], chip: Chip, folder: Path
+    function: Callable, arguments: tuple[Any, ...], chip: Chip, *, sass: bool = True
 ) -> Program:
-    """Compiles function(*arguments) for a chip, and reads its kernels and its HLO.
+    """Compiles function(*arguments) for a chip, and reads its kernel and its HLO.
 
     Args:
-      function, arguments, chip: as for `optimized_hlo`.
-      folder: the folder that `compiler` yielded.
+      function, arguments, chip: as for `optimized_hlo`. There may be one Mosaic kernel.
+      sass: whether the machine code is read, too, which takes about as long as to compile it.
     """
-    before = set(folder.iterdir())
-    hlo = optimized_hlo(function, arguments, chip)
-    dumped = sorted(set(folder.iterdir()) - before)
-    kernels = [read_kernel(path) for path in dumped if path.suffix == ".sass_ctrl"]
+    with printed_by_mosaic("RESOURCES", "PTXAS", *["SASS"] * sass) as text:
+        hlo = optimized_hlo(function, arguments, chip)
     others = {}
     for shape, opcode in re.findall(r"^\s+(?:ROOT )?%?\S+ = (\S+) ([a-z][a-z0-9-]*)\(", hlo, re.M):
         if opcode not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
             others.setdefault(opcode, []).append(shape)
-    return Program(kernels, others, hlo)
+    return Program(read_kernel("".join(text)), others, hlo)
+
+
+@contextlib.contextmanager
+def printed_by_mosaic(*parts: str) -> Iterator[list[str]]:
+    """Lets Mosaic print these parts of its compilations; yields a list that will have the text.
+
+    MOSAIC_GPU_DUMP_TO would write them to files, but with the module after each pass, 100 MB and
+    more, and compiling would take three times as long.
+    """
+    text: list[str] = []
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile("w+") as file, settings(dict.fromkeys(parts, "1")):
+        os.dup2(file.fileno(), 1)
+        try:
+            yield text
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+        file.seek(0)
+        text.append(file.read())
+
+
+@contextlib.contextmanager
+def settings(named: dict[str, str]) -> Iterator[None]:
+    """Sets variables MOSAIC_GPU_DUMP_*, which Mosaic reads for each kernel."""
+    variables = {f"MOSAIC_GPU_DUMP_{name}": value for name, value in named.items()}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def dump_kernel(function: Callable, arguments: tuple[Any, ...], chip: Chip, stem: Path) -> None:
+    """Compiles the only kernel of function(*arguments); writes what the emulator needs.
+
+    The kernel's PTX is written to `stem`.ptx, and to `stem`.mlir the module with the host function
+    before it is lowered to LLVM. Mosaic dumps a kernel only once in a process.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        with settings({"TO": name}):
+            optimized_hlo(function, arguments, chip)
+        (log,) = Path(name).glob("*.mlir-passes.log")
+        shutil.copy(log.with_suffix("").with_suffix(".ptx"), stem.with_suffix(".ptx"))
+        text = log.read_text()
+        begin = text.index("\n", text.rindex(LAST_MLIR))
+        end = text.find("// -----//", begin)
+        stem.with_suffix(".mlir").write_text(text[begin : end if end >= 0 else None])
 
 
 def optimized_hlo(function: Callable, arguments: tuple[Any, ...], chip: Chip) -> str:
@@ -183,30 +225,33 @@ def optimized_hlo(function: Callable, arguments: tuple[Any, ...], chip: Chip) ->
     return lowered.compile().as_text()
 
 
-def read_kernel(sass: Path) -> Kernel:
-    """Reads machine code, ptxas's report and resources from Mosaic's dump of a kernel."""
-    report, code = sass.with_suffix(".ptxas").read_text(), sass.read_text()
-    resources = sass.with_suffix(".resources.txt").read_text()
-    store_loop = innermost_loop(code, TENSOR_MEMORY_LOAD)
+def read_kernel(text: str) -> Kernel | None:
+    """Reads what Mosaic prints of a kernel: resources, ptxas's report and the machine code."""
+    entries = re.findall(r"entry function '([\w$]+)'", text)
+    if len(entries) > 1:
+        raise ValueError(f"found the kernels {entries}, expected one: compile each on its own.")
+    if not entries:
+        return None
+    store_loop = innermost_loop(text, TENSOR_MEMORY_LOAD)
 
-    def number(pattern: str, text: str) -> int:
+    def number(pattern: str) -> int:
         return sum(map(int, re.findall(pattern, text)))
 
     return Kernel(
-        name=re.search(r"entry function '([\w$]+)'", report)[1],
-        registers=number(r"Used (\d+) registers", report),
-        stack_bytes=number(r"(\d+) bytes stack", report),
-        spill_bytes=number(r"(\d+) bytes spill", report),
-        shared_memory_bytes=number(r"smem_scratch_bytes=(\d+)", resources),
-        tensor_memory_columns=number(r"tmem_(?:collective_)?scratch_cols=(\d+)", resources),
-        instructions=count(code.splitlines()),
+        name=entries[0],
+        registers=number(r"Used (\d+) registers"),
+        stack_bytes=number(r"(\d+) bytes stack"),
+        spill_bytes=number(r"(\d+) bytes spill"),
+        shared_memory_bytes=number(r"smem_scratch_bytes=(\d+)"),
+        tensor_memory_columns=number(r"tmem_(?:collective_)?scratch_cols=(\d+)"),
+        instructions=count(text.splitlines()),
         multiplications=dict(
-            Counter(m[1] for m in INSTRUCTION.finditer(code) if MATRIX.match(m[1]))
+            Counter(m[1] for m in INSTRUCTION.finditer(text) if MATRIX.match(m[1]))
         ),
-        tile_loop=count(innermost_loop(code, MATRIX)),
+        tile_loop=count(innermost_loop(text, MATRIX)),
         store_loop=count(store_loop),
         load_gaps=gaps(store_loop, TENSOR_MEMORY_LOAD),
-        sass=code,
+        sass=text,
     )
 
 
@@ -262,31 +307,28 @@ def main() -> None:
     parser.add_argument("--sass", type=Path, help="file for the machine code")
     chosen = parser.parse_args()
     found, code = {}, []
-    with compiler() as folder:
+    with compiler():
         import functools
 
         from pallas_patch_embed.base.problem import named_shape
         from pallas_patch_embed.patch_embedding.primitive import patch_embed
 
-        described = dict(out_dtype=chosen.out_dtype, backend=chosen.backend)
-        chosen_by_heuristic = functools.partial(patch_embed, geometry=None, **described)
+        how = dict(out_dtype=chosen.out_dtype, backend=chosen.backend)
+        chosen_by_heuristic = functools.partial(patch_embed, geometry=None, **how)
         for name in chosen.shapes:
             shape, chip = named_shape(name), CHIPS[chosen.target]
             ways = [("", chosen_by_heuristic)]
             if chosen.candidates:
-                described |= dict(table=chosen.table, chip=chip)
-                every = programs(shape, chosen.images, chosen.dtype, **described)
+                how |= dict(table=chosen.table, chip=chip)
+                every = programs(shape, chosen.images, chosen.dtype, **how)
                 ways = list(itertools.islice(every, chosen.most))
             arguments = operands(shape, chosen.images, chosen.dtype, table=chosen.table)
             for config, way in ways:
-                program = compile_offline(way, arguments, chip, folder)
-                code += [kernel.sass for kernel in program.kernels]
+                program = compile_offline(way, arguments, chip)
+                described = vars(program.kernel).copy() if program.kernel else {}
+                code.append(described.pop("sass", ""))
                 found[" ".join(filter(None, (name, config)))] = dict(
-                    kernels=[
-                        {k: v for k, v in vars(kernel).items() if k != "sass"}
-                        for kernel in program.kernels
-                    ],
-                    other_operations=program.other_operations,
+                    kernel=described, other_operations=program.other_operations
                 )
     if chosen.sass:
         chosen.sass.write_text("\n".join(code))

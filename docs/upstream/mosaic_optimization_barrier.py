@@ -5,7 +5,6 @@ emulator of this repository. Needs the extra `codegen`. docs/upstream.md explain
 """
 
 import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -19,9 +18,9 @@ from benchmarks import offline_compile
 LENGTH, VECTOR = 2048, 8
 
 
-def compile_copy(folder: Path) -> Path:
-    """Compiles the kernel; returns the path of its PTX."""
-    with offline_compile.compiler() as dumped:
+def compile_copy(stem: Path) -> None:
+    """Compiles the kernel, and writes what the emulator needs of it."""
+    with offline_compile.compiler():
         import jax
         import jax.experimental.pallas.mosaic_gpu as plgpu
         import jax.numpy as jnp
@@ -38,19 +37,15 @@ def compile_copy(folder: Path) -> Path:
             out_type=array,
             compiler_params=plgpu.CompilerParams(lowering_semantics=semantics),
         )
-        offline_compile.compile_offline(copy, (array,), offline_compile.CHIPS["h200"], dumped)
-        for path in dumped.iterdir():
-            if path.suffix in (".ptx", ".log"):
-                shutil.copy(path, folder / path.name.replace(".mlir-passes", ""))
+        offline_compile.dump_kernel(copy, (array,), offline_compile.CHIPS["h200"], stem)
         print(f"jax {jax.__version__}")
-    (ptx,) = folder.glob("*.ptx")
-    return ptx
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
-        ptx = compile_copy(Path(name))
-        for line in re.findall(r"(?:ld|st)\.global\.v4.*", ptx.read_text()):
+        stem = Path(name, "copy")
+        compile_copy(stem)
+        for line in re.findall(r"(?:ld|st)\.global\.v4.*", stem.with_suffix(".ptx").read_text()):
             print(" ", line)
 
         import ml_dtypes
@@ -59,7 +54,7 @@ def main() -> None:
         from tests.ptx_emulator import mosaic
 
         x = np.arange(LENGTH).astype(np.uint16).view(ml_dtypes.bfloat16)
-        machine, (address,) = mosaic.prepare(ptx.with_suffix(""), [x], [(x.shape, x.dtype)])
+        machine, (address,) = mosaic.prepare(stem, [x], [(x.shape, x.dtype)])
         machine.launch()
         y = machine.memory.read(address, x.shape, x.dtype).view(np.uint16)
     wrong = y != x.view(np.uint16)

@@ -14,7 +14,7 @@ from benchmarks import offline_compile
 
 
 def main() -> None:
-    with offline_compile.compiler(sass=False):
+    with offline_compile.compiler():
         import jax
         import jax.experimental.pallas.mosaic_gpu as plgpu
 

@@ -43,7 +43,7 @@ def assert_clean(programs):
     """Asserts that each program is a single kernel that neither spills nor uses stack."""
     for name, program in programs.items():
         assert list(program["other_operations"]) == ["custom-call"], name
-        (kernel,) = program["kernels"]
+        kernel = program["kernel"]
         assert kernel["spill_bytes"] == kernel["stack_bytes"] == 0, name
         assert kernel["registers"] == 168, name
 

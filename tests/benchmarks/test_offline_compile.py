@@ -165,7 +165,7 @@ def the_whole_program(found, shared_memory_bytes):
     """Returns a program's kernel; asserts its resources, and that it is the only operation."""
     assert list(found["other_operations"]) == ["custom-call"]
     assert len(found["other_operations"]["custom-call"]) == 1
-    (kernel,) = found["kernels"]
+    kernel = found["kernel"]
     assert kernel["spill_bytes"] == kernel["stack_bytes"] == 0
     # A multiprocessor has 65536 registers for 384 threads.
     assert kernel["registers"] == 168

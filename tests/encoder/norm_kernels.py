@@ -21,7 +21,7 @@ ATTENTION = re.compile(r'custom_call_target="mosaic_gpu_v2".*op_name="[^"]*atten
 COLLECTIVE = re.compile(r" (?:all-gather|all-reduce|all-to-all|collective-permute)[a-z-]*\(")
 
 
-def kernels(widths: list[int], folder, *, levels: str = "") -> dict[int, tuple[int, int]]:
+def kernels(widths: list[int], *, levels: str = "") -> dict[int, tuple[int, int]]:
     """Compiles the kernel for arrays of these widths."""
     import jax
 
@@ -33,8 +33,8 @@ def kernels(widths: list[int], folder, *, levels: str = "") -> dict[int, tuple[i
         x = jax.ShapeDtypeStruct((8, 196, D), "bfloat16")
         rows, layer = jax.ShapeDtypeStruct((12, D), "float32"), jax.ShapeDtypeStruct((), "int32")
         function = functools.partial(norm.kernel, eps=1e-6, levels=levels)
-        program = offline_compile.compile_offline(function, (x, rows, rows, layer), H200, folder)
-        (kernel,) = program.kernels
+        operands = (x, rows, rows, layer)
+        kernel = offline_compile.compile_offline(function, operands, H200, sass=False).kernel
         found[D] = kernel.registers, kernel.spill_bytes + kernel.stack_bytes
     return found
 
@@ -83,12 +83,12 @@ def programs() -> dict[str, list[int]]:
 
 
 def main(widths: list[int]) -> None:
-    with offline_compile.compiler() as folder:
+    with offline_compile.compiler():
         from pallas_patch_embed.base.dtypes import EIGHT_BITS
 
         found = {
-            "kernels": kernels(widths, folder),
-            "levels": [kernels(widths, folder, levels=dtype) for dtype in EIGHT_BITS],
+            "kernels": kernels(widths),
+            "levels": [kernels(widths, levels=dtype) for dtype in EIGHT_BITS],
             "programs": programs(),
         }
         print(json.dumps(found))

@@ -194,12 +194,12 @@ ENCODERS = {
 
 @pytest.fixture(scope="module")
 def compiled(compilers, tmp_path_factory):
-    """Compiles all cases; returns the folder and the resources of each."""
+    """Compiles all cases; returns the folder, and the resources of the encoders' kernels."""
     folder = tmp_path_factory.mktemp("attention")
     program = [sys.executable, "-m", "tests.encoder.attention_kernels", str(folder)]
     result = subprocess.run(
         program,
-        input=json.dumps(CASES | ENCODERS),
+        input=json.dumps([CASES, ENCODERS]),
         text=True,
         capture_output=True,
         env=environment(),

@@ -9,7 +9,6 @@ because the compilers read their settings when JAX is imported.
 import dataclasses
 import functools
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -250,17 +249,13 @@ def _compiler(backend: str) -> subprocess.Popen:
 
 @functools.cache
 def compiled(name: str) -> Path:
-    """Compiles a case and returns the stem of its files.
-
-    Each case is compiled once, because JAX dumps a kernel only once.
-    """
-    folder = Path(tempfile.mkdtemp(dir=_folder().name))
+    """Compiles a case and returns the stem of its files. Each case is compiled once."""
+    stem = Path(tempfile.mkdtemp(dir=_folder().name), "kernel")
     process = _compiler((CASES | LONG)[name].backend)
-    print(json.dumps([name, str(folder)]), file=process.stdin, flush=True)
+    print(json.dumps([name, str(stem)]), file=process.stdin, flush=True)
     if problem := json.loads(process.stdout.readline() or '"the compilers crashed"'):
         raise RuntimeError(f"{name}: {problem}")
-    (ptx,) = folder.glob("*.ptx")
-    return ptx.with_suffix("")
+    return stem
 
 
 def emulated(stem: Path, case: PallasCase, operands, **options):
@@ -296,28 +291,24 @@ def emulated(stem: Path, case: PallasCase, operands, **options):
 
 
 def main(backend: str) -> None:
-    """Compiles cases; each line of standard input names a case and a folder for its files.
+    """Compiles cases; each line of standard input has a case's name and the stem of its files.
 
     Answers each line with the error, or null.
     """
     from benchmarks import offline_compile
 
-    with offline_compile.compiler(sass=False) as dumped:
+    with offline_compile.compiler():
         import jax
 
         chip = offline_compile.CHIPS["h200" if backend == "mosaic_sm90" else "b200"]
         for line in sys.stdin:
-            name, folder = json.loads(line)
+            name, stem = json.loads(line)
             case, problem = (CASES | LONG)[name], None
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.draw(0)]
-            before = set(dumped.iterdir())
             try:
-                offline_compile.compile_offline(case.function(), shapes, chip, dumped)
+                offline_compile.dump_kernel(case.function(), tuple(shapes), chip, Path(stem))
             except Exception as error:
                 problem = repr(error)
-            for path in set(dumped.iterdir()) - before:
-                if path.suffix in (".ptx", ".log"):
-                    shutil.copy(path, Path(folder, path.name.replace(".mlir-passes", "")))
             print(json.dumps(problem), flush=True)
 
 

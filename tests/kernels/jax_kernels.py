@@ -9,7 +9,6 @@ their settings when JAX is imported.
 import contextlib
 import dataclasses
 import functools
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,21 +126,22 @@ BROKEN = {
 
 
 def compiled(name: str, folder: Path) -> Path:
-    """Compiles a case in a separate process; returns the stem of its dumped files."""
-    command = [sys.executable, "-m", __name__, name, folder]
+    """Compiles a case in a separate process; returns the stem of its files."""
+    stem = folder / "kernel"
+    command = [sys.executable, "-m", __name__, name, stem]
     subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
-    (ptx,) = folder.glob("*.ptx")
+    ptx = stem.with_suffix(".ptx")
     if (MATMULS | BROKEN)[name].scoped:
         scope = "mbarrier.arrive.release.cluster.shared::cluster.b64"
         ptx.write_text(ptx.read_text().replace("mbarrier.arrive.shared::cluster.b64", scope))
-    return ptx.with_suffix("")
+    return stem
 
 
-def main(name: str, folder: Path) -> None:
+def main(name: str, stem: Path) -> None:
     """Compiles a case."""
     from benchmarks import offline_compile
 
-    with offline_compile.compiler() as dumped:
+    with offline_compile.compiler():
         import jax
 
         matmul = (MATMULS | BROKEN)[name]
@@ -149,10 +149,7 @@ def main(name: str, folder: Path) -> None:
         shapes = [jax.ShapeDtypeStruct(shape, matmul.dtype) for shape in ((M, K), (K, N))]
         chip = offline_compile.CHIPS["b200"]
         with matmul.corrected():
-            offline_compile.compile_offline(matmul.function(), shapes, chip, dumped)
-        for path in dumped.iterdir():
-            if path.suffix in (".ptx", ".log"):
-                shutil.copy(path, folder / path.name.replace(".mlir-passes", ""))
+            offline_compile.dump_kernel(matmul.function(), tuple(shapes), chip, stem)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def described(hlo: str) -> dict[str, object]:
 
 
 def main() -> None:
-    with offline_compile.compiler(sass=False):
+    with offline_compile.compiler():
         import jax
 
         import pallas_patch_embed as ppe

@@ -224,14 +224,14 @@ ONE_OPERATION = """
 import functools
 from benchmarks.offline_compile import compile_offline, compiler, operands
 
-with compiler(sass=False) as folder:
+with compiler():
     from pallas_patch_embed.base import chips
     from pallas_patch_embed.patch_embedding.primitive import patch_embed
     from pallas_patch_embed.base.problem import named_shape
 
     call = functools.partial(patch_embed, backend="cuda", out_dtype="bfloat16", geometry=None)
     arguments = operands(named_shape("B/16 224"), 1, "int8")
-    print(list(compile_offline(call, arguments, chips.H200, folder).other_operations))
+    print(list(compile_offline(call, arguments, chips.H200).other_operations))
 """
 
 

@@ -1,9 +1,8 @@
 """Launches a kernel that Mosaic GPU compiled, by executing Mosaic's host function.
 
-Mosaic dumps the module after each of its passes (MOSAIC_GPU_DUMP_TO). Before it is lowered to LLVM,
-the host function is straight-line MLIR: it stores numbers to stack memory, calls
-mosaic_gpu_init_tma_desc for each tensor map, and then one of the functions in LAUNCHES. `Host`
-executes it with its own memory.
+Before Mosaic lowers it to LLVM, the host function is straight-line MLIR: it stores numbers to stack
+memory, calls mosaic_gpu_init_tma_desc for each tensor map, and then one of the functions in
+LAUNCHES. `Host` executes it with its own memory.
 """
 
 import math
@@ -21,9 +20,6 @@ from tests.ptx_emulator.machine import Machine
 from tests.ptx_emulator.memory import POISON, GlobalMemory
 from tests.ptx_emulator.parser import parse
 from tests.ptx_emulator.tma import TENSOR_MAP_BYTES, TensorMap
-
-# Line in the log of passes before the last dump in which the host function is still MLIR.
-LAST_DUMP = "IR Dump Before ConvertToLLVMPass"
 
 # Code of an element type in mosaic_gpu_init_tma_desc -> bytes of an element.
 ITEMSIZES = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}
@@ -214,21 +210,11 @@ class Host:
         raise UnsupportedError(f"the host function calls {callee}")
 
 
-def host_function(log: Path):
-    """Reads the module with the host function from Mosaic's log of passes."""
-    text = log.read_text()
-    begin = text.rindex(LAST_DUMP)
-    begin = text.index("\n", begin)
-    end = text.find("// -----//", begin)
-    return text[begin : end if end >= 0 else len(text)]
-
-
 def prepare(stem: Path, inputs, outputs, **options) -> tuple[Machine, list[int]]:
-    """Prepares a machine to launch a kernel that Mosaic dumped.
+    """Prepares a machine to launch a kernel that Mosaic compiled.
 
     Args:
-      stem: path of the dump without its suffix, which is .ptx for the kernel and .log for the log
-        of passes.
+      stem: path of the files that `offline_compile.dump_kernel` wrote, without their suffixes.
       inputs: arrays, in the order of the kernel's operands.
       outputs: (shape, dtype) of each result.
       options: keyword arguments of `Machine`.
@@ -263,7 +249,7 @@ def prepare(stem: Path, inputs, outputs, **options) -> tuple[Machine, list[int]]
 
     with mlir.make_ir_context() as context:
         context.allow_unregistered_dialects = True
-        module = ir.Module.parse(host_function(stem.with_suffix(".log")))
+        module = ir.Module.parse(stem.with_suffix(".mlir").read_text())
         functions = [op for op in module.body.operations if op.operation.name == "func.func"]
         function = next(f for f in functions if len(f.operation.regions[0].blocks))
         Host([*addresses, *results], launch).run(function.operation)
