@@ -386,11 +386,11 @@ def test_no_room_for_the_ids_ends_a_run_that_can_go_on(tmp_path, pictures, monke
 
 
 @pytest.mark.slow("starts a process for each signal")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_in_shards_is_lost_whatever_ends_a_run(tmp_path, number):
     photographs, out = tmp_path / "pictures", tmp_path / "out"
     photographs.mkdir()
-    for i in range(1000):
+    for i in range(500):
         (photographs / f"{i:04}.png").write_bytes(encoded(i))
     line = [*COMMAND, "--checkpoint", checkpoint(MODEL), photographs, "--out", out, "--batch", "16"]
     settings = dict(env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True)
@@ -407,9 +407,8 @@ def written_atomically(path, whole=place.written_atomically, **options):
         os.kill(os.getpid(), signal.SIGSTOP)
     return whole(path, **options)
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # It is ignored if the tests are run by nohup.
 paths = []
-folder.SHARD_ROWS, place.written_atomically = 64, written_atomically
+folder.SHARD_ROWS, place.written_atomically = 32, written_atomically
 sys.argv = sys.argv[1:]
 __main__.run()
 """
@@ -424,7 +423,7 @@ __main__.run()
         assert process.returncode in (-number, 128 + number), error
         assert number == signal.SIGKILL or "the same command resumes" in error
         found = by_id(out)
-        assert 64 * 3 * (kills + 1) <= len(found) < 1000
+        assert 32 * 3 * (kills + 1) <= len(found) < 500
     assert subprocess.run(line, **settings).returncode == 0
     files = [(str(path), path.read_bytes()) for path in sorted(photographs.iterdir())]
     assert_same(by_id(out), expected(files, batch=16))

@@ -474,12 +474,7 @@ SIGLIP = "hf_siglip_p16_224"
 BLOCKS = {"the golden": 0, "four blocks": 2}
 FOUR_BLOCKS = dict(width=192, depth=4, heads=3, mlp=768)
 
-SIGLIPS = [
-    ("the golden", "int8"),
-    ("four blocks", "int8"),
-    ("the golden", "float8_e4m3fn"),
-    ("four blocks", "float8_e4m3fn"),
-]
+SIGLIPS = [("four blocks", "int8"), ("the golden", "float8_e4m3fn")]
 
 
 def siglip(name, folder, change=lambda tensors, tower: None):

@@ -1,6 +1,7 @@
 """The CUDA kernel for Hopper without a GPU: matrix descriptors and machine code."""
 
 import ctypes
+import functools
 import re
 import shutil
 import subprocess
@@ -64,6 +65,7 @@ def test_a_descriptor_describes_rows_of_128_swizzled_bytes(host, address, step):
 def compiled(nvcc, tmp_path_factory):
     """Returns a function that compiles a dtype's kernels; it returns the cubin and the output."""
 
+    @functools.cache
     def cubin(dtype):
         path = tmp_path_factory.mktemp(dtype) / "kernels.cubin"
         options = ["-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "-Xptxas", "-v"]

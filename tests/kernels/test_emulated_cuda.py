@@ -16,7 +16,7 @@ from pallas_patch_embed.backends import cuda_build, tiles, xla
 from pallas_patch_embed.backends.cuda_build import FFI
 from pallas_patch_embed.base.problem import Problem
 from tests.kernels import emulated_cuda
-from tests.kernels.emulated import SCHEDULES, SOME_OR_ALL
+from tests.kernels.emulated import ONE_OR_ALL, SCHEDULES
 from tests.kernels.emulated_cuda import (
     BF16,
     CASES,
@@ -52,7 +52,7 @@ def assert_equals_xla(ptx, case, schedules):
         assert_bit_equal(jnp.asarray(y), expected)
 
 
-@SOME_OR_ALL
+@ONE_OR_ALL
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiled_kernel_equals_xla(name, schedules_of):
     case = CASES[name]

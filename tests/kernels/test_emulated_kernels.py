@@ -14,8 +14,8 @@ from tests.kernels.emulated import (
     CASES,
     HOPPER,
     LONG,
+    ONE_OR_ALL,
     SCHEDULES,
-    SOME_OR_ALL,
     compiled,
     emulated,
 )
@@ -52,7 +52,7 @@ def assert_equals_xla(monkeypatch, name, case, schedules):
 CHIP_ANSWERS = json.loads(chip_programs.ANSWERS.read_text())["answers"]["kernels"]
 
 
-@SOME_OR_ALL
+@ONE_OR_ALL
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiled_kernel_equals_xla(monkeypatch, name, schedules_of):
     schedules = schedules_of(list(CASES).index(name))

@@ -428,12 +428,19 @@ class _Body:
         return value
 
 
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """Returns the names of a dataclass's fields; nothing for another type."""
+    is_dataclass = dataclasses.is_dataclass(kind)
+    return tuple(field.name for field in dataclasses.fields(kind)) if is_dataclass else ()
+
+
 def parts_of(operand, part_type):
     """Lists all parts of an operand that are instances of a class, such as `Register`."""
     if isinstance(operand, part_type):
         yield operand
-    elif dataclasses.is_dataclass(operand):
-        for field in dataclasses.fields(operand):
-            value = getattr(operand, field.name)
+    elif names := _fields(type(operand)):
+        for name in names:
+            value = getattr(operand, name)
             for item in value if isinstance(value, tuple) else (value,):
                 yield from parts_of(item, part_type)
