@@ -279,13 +279,11 @@ BIG_VISION_FORMS = {
 }
 
 
-@pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("name", ["bv_vit_p16_224", "bv_naflex_p16"])
 @pytest.mark.parametrize("form", BIG_VISION_FORMS)
-def test_every_form_of_a_big_vision_checkpoint_loads_to_the_same_encoder(
-    tmp_path, name, form, compress
-):
-    save = np.savez_compressed if compress else np.savez
+def test_every_form_of_a_big_vision_checkpoint_loads_to_the_same_encoder(tmp_path, name, form):
+    # Half of the files are compressed.
+    save = np.savez_compressed if name == "bv_naflex_p16" else np.savez
     save(tmp_path / "params.npz", **BIG_VISION_FORMS[form](arrays(name)))
     dtypes = dict(patch_dtype="float8_e4m3fn", dtype="bfloat16")
     encoder = load_encoder(tmp_path / "params.npz", **dtypes)
