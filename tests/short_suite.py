@@ -18,3 +18,9 @@ def keep(cases, kept, reason, in_ci=lambda case: True):
     # A tuple is a case with several arguments.
     values = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
     return [pytest.param(*v, marks=marks(case)) for case, v in values]
+
+
+def every_second(cases, reason):
+    """Returns cases for `parametrize`, of which every second one is marked exhaustive."""
+    cases = list(cases)
+    return keep(cases, lambda case: cases.index(case) % 2 == 0, reason, lambda case: False)

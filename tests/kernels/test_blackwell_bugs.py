@@ -21,6 +21,7 @@ from tests.kernels import two_blocks
 from tests.kernels.interpreter import draw_operands, interpreted
 from tests.operator.bounds import assert_bit_equal
 from tests.operator.planned import few
+from tests.short_suite import every_second
 
 pytestmark = [
     pytest.mark.skipif(not two_blocks.KNOWN, reason=two_blocks.UNKNOWN),
@@ -323,12 +324,15 @@ def test_without_a_bug_nothing_is_noticed(monkeypatch, mode):
 
 @pytest.mark.parametrize(
     "bug, mode",
-    [
-        (bug, mode)
-        for bug in BUGS
-        for mode, config in MODES.items()
-        if bug[1] not in NOT_WITH_ONE_BLOCK or config.collective
-    ],
+    every_second(
+        [
+            (bug, mode)
+            for bug in BUGS
+            for mode, config in MODES.items()
+            if bug[1] not in NOT_WITH_ONE_BLOCK or config.collective
+        ],
+        "each bug takes seconds in the interpreter",
+    ),
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
 def test_a_bug_is_noticed(monkeypatch, bug, mode):

@@ -37,6 +37,7 @@ from tests.kernels.emulated_cuda import (
 from tests.kernels.interpreter import draw_operands
 from tests.operator.bounds import assert_bit_equal
 from tests.ptx_emulator.errors import EmulatorError
+from tests.short_suite import every_second
 
 OPTIONS = ("-std=c++17", "-O3", "-ptx")
 
@@ -840,7 +841,11 @@ def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
     assert "setmaxnreg would wait forever" in caught.value.stderr
 
 
-@pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "source_dtype", x))
+@pytest.mark.parametrize(
+    "case, name",
+    every_second(ALL_BUGS, "each bug is compiled, and executed until it is noticed"),
+    ids=lambda x: getattr(x, "source_dtype", x),
+)
 def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
     bugs = {SMALL: BUGS, CUT: IMAGE_BUGS, CUT_ODD: ODD_BUGS, COOPERATIVE: COOPERATIVE_BUGS}
     bugs |= {SPLIT: SPLIT_BUGS, SPLIT_FEW: SPLIT_BUGS, SOME_STAY: STAYING_BUGS}

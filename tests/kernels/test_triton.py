@@ -24,7 +24,7 @@ from pallas_patch_embed.patch_embedding.patches import Encoding, cut_into_rows
 from tests.kernels.interpreter import draw_operands
 from tests.operator.bounds import assert_bit_equal, draw_params
 from tests.operator.planned import compute, few, refusal
-from tests.short_suite import keep
+from tests.short_suite import every_second
 
 if importlib.util.find_spec("triton"):
     from pallas_patch_embed.backends.triton import interpreted as triton_interpreter
@@ -207,18 +207,10 @@ def compiled_cases():
                     yield target, config, dtype, patch_size, N
 
 
-COMPILED = list(compiled_cases())
-
-
 @needs_triton
 @pytest.mark.parametrize(
     "target, config, dtype, patch_size, N",
-    keep(
-        COMPILED,
-        lambda case: COMPILED.index(case) % 2 == 0,
-        "each case compiles for a second; CI runs half of them",
-        lambda case: False,
-    ),
+    every_second(compiled_cases(), "each case compiles for a second"),
     ids=str,
 )
 def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dtype, patch_size, N):

@@ -59,11 +59,11 @@ SHORT = {
 def marked(runner, name):
     """Makes a parameter of runner and case, marked slow if the short suite leaves it out."""
     (run,) = runner.values
-    slow = name not in SHORT.get(run, CASES)
-    marks = [
-        *runner.marks,
-        *[pytest.mark.slow("each case takes seconds in the interpreter")] * slow,
-    ]
+    marks = list(runner.marks)
+    if name not in SHORT.get(run, CASES):
+        in_ci = list(CASES).index(name) % 2 == 0
+        mark = pytest.mark.slow if in_ci else pytest.mark.exhaustive
+        marks.append(mark("each case takes seconds in the interpreter"))
     return pytest.param(run, name, id=f"{runner.id}, {name}", marks=marks)
 
 

@@ -292,7 +292,7 @@ def test_feedback_helps_float8_by_more_than_a_tenth():
     assert feedback["noise"] <= 1.25 * plain["noise"]
 
 
-@pytest.mark.parametrize("patch_size", [1, 2, 3, 5, 8, 14, 16, 32])
+@pytest.mark.parametrize("patch_size", [1, 3, 14, 16, 32])
 @pytest.mark.parametrize("channels, frames", [(3, None), (1, None), (4, None), (3, 2)])
 def test_noise_is_at_most_a_quarter_more_wrong(patch_size, channels, frames):
     shape = PatchShape(patch_size, channels, frames)
