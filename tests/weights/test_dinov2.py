@@ -197,9 +197,10 @@ def test_the_errors_are_those_of_the_page(pooled, table, dtypes):
     assert found.mean_distance == pytest.approx(stated.mean_distance, rel=3 * MARGIN)
     assert found.largest_distance <= 2**2 * stated.largest_distance
     # A neighbour changes where two crops are almost equally near. The number of such rare events
-    # has a Poisson distribution; three of its standard deviations are allowed.
+    # has a Poisson distribution, on this machine and on that of the page; three standard deviations
+    # of their difference are allowed.
     changed, expected = (errors.crops - errors.same for errors in (found, stated))
-    assert changed <= expected + 3 * np.sqrt(expected)
+    assert changed <= expected + 3 * np.sqrt(2 * expected)
 
 
 # Mistakes in the patch embedding. Each replaces something for one test.
