@@ -80,7 +80,7 @@ class Kernel:
       store_loop: opcode -> count, in the innermost loop with all loads of tensor memory; empty if
         there are none.
       load_gaps: instructions between consecutive loads of tensor memory in this loop.
-      sass: the machine code, after ptxas's report.
+      sass: what Mosaic printed: resources, ptxas's report and the machine code.
     """
 
     name: str
@@ -138,41 +138,43 @@ def compile_offline(
 
     Args:
       function, arguments, chip: as for `optimized_hlo`. There may be one Mosaic kernel.
-      sass: whether the machine code is read, too, which takes about as long as to compile it.
+      sass: whether the machine code is read, too, which takes half a second. Without it the counts
+        of instructions are empty.
     """
-    with printed_by_mosaic("RESOURCES", "PTXAS", *["SASS"] * sass) as text:
-        hlo = optimized_hlo(function, arguments, chip)
+    parts = ("RESOURCES", "PTXAS", "SASS") if sass else ("RESOURCES", "PTXAS")
+    with tempfile.TemporaryFile("w+") as file:
+        with mosaic_prints_to(file.fileno(), parts):
+            hlo = optimized_hlo(function, arguments, chip)
+        file.seek(0)
+        printed = file.read()
     others = {}
     for shape, opcode in re.findall(r"^\s+(?:ROOT )?%?\S+ = (\S+) ([a-z][a-z0-9-]*)\(", hlo, re.M):
         if opcode not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
             others.setdefault(opcode, []).append(shape)
-    return Program(read_kernel("".join(text)), others, hlo)
+    return Program(read_kernel(printed), others, hlo)
 
 
 @contextlib.contextmanager
-def printed_by_mosaic(*parts: str) -> Iterator[list[str]]:
-    """Lets Mosaic print these parts of its compilations; yields a list that will have the text.
+def mosaic_prints_to(file: int, parts: tuple[str, ...]) -> Iterator[None]:
+    """Lets Mosaic print these parts of each compilation, and redirects standard output to a file.
 
-    MOSAIC_GPU_DUMP_TO would write them to files, but with the module after each pass, 100 MB and
-    more, and compiling would take three times as long.
+    MOSAIC_GPU_DUMP_TO would write them to files, but also the module after each pass. That is 100
+    MB and more, and compiling would take three times as long.
     """
-    text: list[str] = []
     sys.stdout.flush()
     kept = os.dup(1)
-    with tempfile.TemporaryFile("w+") as file, settings(dict.fromkeys(parts, "1")):
-        os.dup2(file.fileno(), 1)
-        try:
-            yield text
-        finally:
-            sys.stdout.flush()
-            os.dup2(kept, 1)
-            os.close(kept)
-        file.seek(0)
-        text.append(file.read())
+    os.dup2(file, 1)
+    try:
+        with mosaic_dumps(dict.fromkeys(parts, "1")):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextlib.contextmanager
-def settings(named: dict[str, str]) -> Iterator[None]:
+def mosaic_dumps(named: dict[str, str]) -> Iterator[None]:
     """Sets variables MOSAIC_GPU_DUMP_*, which Mosaic reads for each kernel."""
     variables = {f"MOSAIC_GPU_DUMP_{name}": value for name, value in named.items()}
     os.environ.update(variables)
@@ -190,7 +192,7 @@ def dump_kernel(function: Callable, arguments: tuple[Any, ...], chip: Chip, stem
     before it is lowered to LLVM. Mosaic dumps a kernel only once in a process.
     """
     with tempfile.TemporaryDirectory() as name:
-        with settings({"TO": name}):
+        with mosaic_dumps({"TO": name}):
             optimized_hlo(function, arguments, chip)
         (log,) = Path(name).glob("*.mlir-passes.log")
         shutil.copy(log.with_suffix("").with_suffix(".ptx"), stem.with_suffix(".ptx"))

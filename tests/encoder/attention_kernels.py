@@ -48,9 +48,10 @@ def main(folder: Path) -> None:
             operands = tuple(arrays)
             if name in emulated:
                 offline_compile.dump_kernel(function, operands, H200, folder / name)
-                continue
-            kernel = offline_compile.compile_offline(function, operands, H200, sass=False).kernel
-            found[name] = kernel.registers, kernel.spill_bytes + kernel.stack_bytes
+            else:
+                program = offline_compile.compile_offline(function, operands, H200, sass=False)
+                kernel = program.kernel
+                found[name] = kernel.registers, kernel.spill_bytes + kernel.stack_bytes
     print(json.dumps(found))
 
 

@@ -31,7 +31,7 @@ from pallas_patch_embed.layers import attention, attention_sm90
 from pallas_patch_embed.patch_embedding.weight_rounding import round_to_nearest
 from tests.encoder.goldens import DATA, arrays, checkpoint, expected, images
 from tests.encoder.test_siglip2 import COLLECTIVE
-from tests.short_suite import keep
+from tests.short_suite import every_second, keep
 
 FAMILIES = DATA / "families"
 NAFLEX = "hf_siglip2_naflex_p16"
@@ -474,7 +474,15 @@ SIGLIP = "hf_siglip_p16_224"
 BLOCKS = {"the golden": 0, "four blocks": 2}
 FOUR_BLOCKS = dict(width=192, depth=4, heads=3, mlp=768)
 
-SIGLIPS = [("four blocks", "int8"), ("the golden", "float8_e4m3fn")]
+SIGLIPS = every_second(
+    [
+        ("four blocks", "int8"),
+        ("the golden", "int8"),
+        ("the golden", "float8_e4m3fn"),
+        ("four blocks", "float8_e4m3fn"),
+    ],
+    "calibrates two encoders",
+)
 
 
 def siglip(name, folder, change=lambda tensors, tower: None):

@@ -57,7 +57,10 @@ SHORT = {
 
 
 def marked(runner, name):
-    """Makes a parameter of runner and case, marked slow if the short suite leaves it out."""
+    """Makes a parameter of runner and case. Those that the short suite leaves out are marked.
+
+    Every second of these cases is slow, and the others are exhaustive.
+    """
     (run,) = runner.values
     marks = list(runner.marks)
     if name not in SHORT.get(run, CASES):

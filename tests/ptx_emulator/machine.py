@@ -331,12 +331,9 @@ class Machine:
         """Returns the first task of each queue."""
         queues, next_tasks = set(), []
         for task in self.tasks:
-            queue = task.queue
-            if queue is None:
+            if task.queue is None or task.queue not in queues:
                 next_tasks.append(task)
-            elif queue not in queues:
-                next_tasks.append(task)
-                queues.add(queue)
+                queues.add(task.queue)
         return next_tasks
 
     def _perform(self, task: Task) -> None:
@@ -356,13 +353,14 @@ class Machine:
 
     def _perform_some(self) -> int:
         """Executes tasks between the turns of warps; returns their number."""
-        if not self.tasks or self.schedule == "late":
+        if self.schedule == "late":  # All tasks wait until no warp can continue.
             return 0
         # With a probability of 0.15, a random task waits for seven turns of warps on average.
         probability = {"eager": 1.0, "random": 0.15, "late": 0.0}
-        draw = self.random.random
         chosen = [
-            task for task in self._next_tasks() if draw() < probability[self.policy(task.kind)]
+            task
+            for task in self._next_tasks()
+            if self.random.random() < probability[self.policy(task.kind)]
         ]
         for task in chosen:
             self._perform(task)
