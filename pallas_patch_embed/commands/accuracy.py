@@ -117,7 +117,7 @@ def add_parser(commands: Any) -> None:
         "--min-cosine",
         type=float,
         help="mean cosine for which layers stay in bfloat16, such as 0.9998; 0 for none (default: "
-        "those behind attention stay)",
+        "one that causes more than half of the distance)",
     )
     parser.add_argument("--size", type=int, help="side of the images in pixels")
     parser.add_argument(

@@ -63,12 +63,6 @@ DEFAULT = "the repository's photographs"
 # The end of the names that divisors have in a file.
 DIVISOR = "divisor"
 
-# The layers that stay in bfloat16 unless `min_cosine` is given. On a DINOv2 S/14 with its trained
-# weights the layer behind attention causes a third of the distance in int8, because its input has
-# one scale for all tokens (docs/eight_bits.md). By the times of layers on an H200 its 8 bits save 2
-# to 4% of an encoder's time (docs/experiments/encoder.md).
-KEPT = ("out",)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
@@ -193,8 +187,8 @@ class Calibration:
     def kept(self, min_cosine: float | None, blocks: dict[str, Any]) -> set[Unit]:
         """Chooses the layers that stay in bfloat16.
 
-        Without `min_cosine` the layers of `KEPT` stay in each block. Of the others one stays if it
-        causes more than half of their distance, as a layer with massive activations does.
+        Without `min_cosine` a layer stays only if it causes more than half of the distance, as one
+        with massive activations does.
 
         With `min_cosine` those with the largest loss for each of their weights stay, as few as the
         mean cosine over the calibration's examples allows. The losses of layers add up, as the
@@ -204,10 +198,8 @@ class Calibration:
           ValueError: min_cosine is not a number in [0, 1), or bfloat16 does not reach it.
         """
         if min_cosine is None:
-            others = np.where(np.isin(LAYERS, KEPT), 0, self.losses)
-            worst = np.argwhere(others > others.sum() / 2).tolist()
-            always = itertools.product(range(len(self.losses)), KEPT)
-            return {*always, *((block, LAYERS[layer]) for block, layer in worst)}
+            worst = np.argwhere(self.losses > self.losses.sum() / 2).tolist()
+            return {(block, LAYERS[layer]) for block, layer in worst}
         given = isinstance(min_cosine, float | int) and not isinstance(min_cosine, bool)
         if not given or not 0 <= min_cosine < 1:
             raise ValueError(

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import decisions, headline, recorded, results
 from benchmarks.dense import MODELS
+from benchmarks.scaling import WAYS
 from pallas_patch_embed.backends import BACKENDS, cuda, stored, tiles
 from pallas_patch_embed.backends.mosaic import SM90
 from pallas_patch_embed.base.chips import H100, H200
@@ -251,45 +252,70 @@ def newest_encoder_peers():
 
 
 def test_few_images_have_the_newest_times_of_whole_encoders():
+    outside = "this encoder, called outside of jit"
     names = {
         "this encoder, in your own jit": "this encoder",
         "the same with the option above": "this encoder, epilogues by cuBLAS",
-        "this encoder, called outside of jit": "this encoder, called outside of jit",
+        outside: outside,
         "transformers, torch.compile with CUDA graphs": (
             "transformers, torch.compile, reduce-overhead"
         ),
+        "this encoder, int8, the layer behind attention in bfloat16": (
+            "this encoder, blocks in int8 except out of every block"
+        ),
+        "transformers, torch.compile, max-autotune": "transformers, torch.compile, max-autotune",
     }
+    models = {"B/16": "B/16 224", "So400m": "So400m/14 384"}
+
+    def count(cell):
+        return int(cell.split(", ")[-1].split()[0])
+
     newest = newest_encoder_peers()
     compared = 0
     for name, *cells in rows_of("docs/encoder.md", "One picture"):
         if name.startswith("---"):
             continue
-        if name not in names:
-            model, counts = name, [int(cell.split()[0]) for cell in cells]
-            continue
-        for count, cell in zip(counts, cells, strict=True):
-            found = newest[model, count, names[name]]
-            assert cell == f"{found['burst']:.2f} / {found['sustained']:.2f}"
-            compared += 1
-    assert compared == (5 + 4) * len(names)
+        if name == "":
+            cases = [(*map(models.get, cell.split(", ")[:-1]), count(cell)) for cell in cells]
+        elif name in models.values() and "image" in cells[0]:
+            cases = [(name, count(cell)) for cell in cells]
+        elif name in names:
+            for (model, images), cell in zip(cases, cells, strict=True):
+                if cell:
+                    found = newest[model, images, names[name]]
+                    assert cell == f"{found['burst']:.2f} / {found['sustained']:.2f}"
+                    compared += 1
+        else:  # Seconds of the first call.
+            for (images,), cell in zip(cases, cells, strict=True):
+                found = newest[name, images, outside]["compile_seconds"]
+                assert cell == f"{found:.1f}"
+                compared += 1
+    assert compared == (5 + 5) * 4 + 4 + 2 + 2 * 7
 
 
 def test_many_images_have_the_newest_times_of_whole_encoders():
     ours = "this encoder"
     names = {
-        f"**{ours}, int8**": f"{ours}, blocks in int8 except out of every block",
+        f"**{ours}, int8**": f"{ours}, blocks in int8",
         f"**{ours}, bfloat16**, with the option of `embed`": f"{ours}, epilogues by cuBLAS",
         f"{ours}, bfloat16, without the option": ours,
         "the same, called outside of jit": f"{ours}, called outside of jit",
         "transformers, torch.compile": "transformers, torch.compile",
-        "the same with torchao's int8": "transformers, torch.compile, torchao's int8",
+        "the same with torchao's int8 (2026-11-28)": "transformers, torch.compile, torchao's int8",
         "flax, big_vision's model": "flax, as big_vision has it",
     }
     newest = newest_encoder_peers()
     compared = 0
     for name, *cells in rows_of("docs/performance.md", "Whole encoders"):
-        if ", 512 pictures" in name:
+        if name.startswith("64 pictures"):
+            models = cells
+        elif ", 512 pictures" in name:
             model = name.removesuffix(", 512 pictures")
+        elif name in names and len(cells) == 2:
+            for model, cell in zip(models, cells, strict=True):
+                found = newest[model, 64, names[name]]
+                assert cell == f"{found['burst']:.2f} / {found['sustained']:.2f}"
+                compared += 1
         elif name in names:
             found = newest[model, 512, names[name]]
             times = f"{found['burst']:.2f} / {found['sustained']:.2f}"
@@ -297,4 +323,24 @@ def test_many_images_have_the_newest_times_of_whole_encoders():
             peak = "" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 1e9:.2f}"
             assert cells == [times, rate, f"{found['joules']:.3f}", peak]
             compared += 1
-    assert compared == 2 * len(names)
+    assert compared == 2 * (len(names) + len(names) - 1)  # torchao was not measured with 64.
+
+
+def test_two_gpus_have_the_rates_of_the_record():
+    newest = {
+        (r["model"], r["dtype"], r["gpus"], r["way"]): r
+        for r in results.read(ROOT / "benchmarks/h200/scaling.jsonl")
+    }
+    compared = 0
+    names = {
+        "operator, B/16 224, int8": ("operator", "int8"),
+        "encoder, B/16 224, bfloat16": ("B/16 224", "bfloat16"),
+    }
+    for name, *cells in rows_of("docs/performance.md", "Several GPUs")[2:]:
+        for (gpus, way), cell in zip([(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[1])], cells):
+            if cell:
+                found = newest[*names[name], gpus, way]
+                ratio = f" ({found['efficiency, sustained']:.3f})" if gpus > 1 else ""
+                assert cell == f"{found['sustained']:,.0f}{ratio}"
+                compared += 1
+    assert compared == len(newest)
