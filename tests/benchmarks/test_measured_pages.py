@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 import math
+import re
 
 import jax
 import pytest
@@ -344,3 +345,72 @@ def test_two_gpus_have_the_rates_of_the_record():
                 assert cell == f"{found['sustained']:,.0f}{ratio}"
                 compared += 1
     assert compared == len(newest)
+
+
+def test_int8_is_as_many_times_as_fast_as_the_records_say():
+    newest = newest_encoder_peers()
+    int8 = "this encoder, blocks in int8"
+    others = {
+        "bfloat16": "this encoder, epilogues by cuBLAS",
+        "torch.compile": "transformers, torch.compile",
+    }
+    header, _, *rows = rows_of("docs/eight_bits.md", "Speed")
+    assert len(rows) == 5
+    for name, *cells in rows:
+        images, other = re.match(
+            r"(?:energy of )?(\d+) pictures, (?:part of )?([\w.]+)", name
+        ).groups()
+        for model, cell in zip(header[1:], cells, strict=True):
+            ours, theirs = (newest[model, int(images), x] for x in (int8, others[other]))
+            ratios = [theirs[x] / ours[x] for x in ("burst", "sustained")]
+            if name.startswith("energy"):
+                ratios = [ours["joules"] / theirs["joules"]]
+            assert cell == " / ".join(f"{ratio:.2f}" for ratio in ratios)
+
+
+def test_embed_on_two_gpus_has_the_rates_of_the_records():
+    runs = [
+        r
+        for name in ("resizing", "embedding")
+        for r in results.read(ROOT / f"benchmarks/h200/{name}.jsonl")
+        if r.get("commit") == "8920b25"
+    ]
+    found = {(r["encoder"], r["form"], r["place"], r["allowed"]): r for r in runs}
+    assert len(found) == len(runs) == 10
+    forms = {"JPEG files": "jpeg", "tars": "tar", "parquet files": "parquet"}
+    compared = 0
+    for name, *cells in rows_of("docs/experiments/embed.md", "Pictures per second"):
+        encoder, *rest = name.split(", ")
+        if not rest or rest[0] not in forms:
+            continue
+        form, *rest = rest
+        cores = int(rest[0].split()[0]) if rest else 16
+        places = ("one", cores), ("all", 32), ("each", 32)
+        one = found[encoder, forms[form], "one", 16]
+        for (place, allowed), cell in zip(places, cells, strict=True):
+            if cell:
+                r = found[encoder, forms[form], place, allowed]
+                part = f" ({r['rate'] / 2 / one['rate']:.2f})" if place != "one" else ""
+                busy = f"{r['busy']:.0%}; {r['cores']:.1f} of {allowed}"
+                assert cell == f"{r['rate']:.0f}{part}; {busy}"
+                compared += 1
+    assert compared == len(found)
+
+
+def test_nvimagecodec_has_the_rates_of_the_records():
+    records = results.read(ROOT / "benchmarks/h200/resizing.jsonl")
+    rates = {r["cores"]: r for r in records if r["kind"] == "nvimagecodec"}
+    embed = {
+        r["allowed"]: r
+        for r in records
+        if r.get("commit") == "8920b25" and r["form"] == "jpeg" and r["encoder"] == "B/16 224"
+    }
+    counts = 2, 4, 16
+    rows = rows_of("docs/experiments/embed.md", "One process")
+    header = next(i for i, row in enumerate(rows) if row[1:] == [f"{n} cores" for n in counts])
+    used = (
+        {n: r["cores used"] for n, r in rates.items()},
+        {n: r["cores"] for n, r in embed.items()},
+    )
+    for (_, *cells), of, cores in zip(rows[header + 2 :], (rates, embed), used, strict=False):
+        assert cells == [f"{of[n]['rate']:.0f} ({cores[n]:.1f})" for n in counts]

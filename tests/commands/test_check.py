@@ -431,6 +431,23 @@ def sent(**options):
     return messages
 
 
+def test_the_seconds_of_a_case_begin_after_its_first_launch(monkeypatch):
+    now = 0.0
+
+    def launches(*_, **__):
+        nonlocal now
+        for launch in itertools.count():
+            now += 1 if launch else 100  # The first one compiles.
+            yield Counts(launch)
+
+    options = work.Options(backends=("xla",), seconds=3.0)
+    (case, *_), _ = work.listed(options, jax.devices())
+    monkeypatch.setattr(work, "compared", launches)
+    monkeypatch.setattr(work, "time", types.SimpleNamespace(monotonic=lambda: now))
+    found = work.launched(case, 0, options, jax.devices(), print)
+    assert list(found) == [Counts(launch) for launch in range(4)]
+
+
 def test_xla_is_right_and_other_backends_say_why_they_are_not_checked():
     cases, _ = work.listed(work.Options(backends=("xla",)), jax.devices())
     case = next(c for c in cases if c.shape.N < 1152 and c.source == SOURCES[1])

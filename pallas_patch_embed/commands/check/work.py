@@ -96,11 +96,11 @@ def launched(
         runs = RUNS_ON_GPU if devices[0].platform == "gpu" else RUNS
         yield from itertools.islice(found, options.runs or runs)
         return
+    yield next(found)
+    # The time of the first launch, which also compiles, does not count.
     end = time.monotonic() + options.seconds
-    for counts in found:
-        yield counts
-        if time.monotonic() >= end:
-            return
+    while time.monotonic() < end:
+        yield next(found)
 
 
 def listed(
