@@ -29,7 +29,7 @@ CROPS, CALIBRATING = 12, 4
 # (dtype, min_cosine) of the rows of the table.
 ROWS = [
     ("bfloat16", None),
-    *(("int8", x) for x in (None, 0, 0.9996, 0.9997, 0.9998, 0.9999, 0.99993)),
+    *(("int8", x) for x in (None, 0.9996, 0.9997, 0.9998, 0.9999, 0.99993)),
     ("float8_e4m3fn", None),
 ]
 
@@ -81,9 +81,10 @@ def test_the_cosines_are_those_of_the_page(
         row[1:5] for row in rows_of("docs/eight_bits.md", "Measured") if row[0] == label
     )
     assert 1 - result.cosines.min() <= 4 * (1 - float(least))
-    if not min_cosine:
+    if min_cosine is None:
         assert 1 - result.cosines.mean() == pytest.approx(1 - float(mean), rel=0.25)
     else:  # The choice of layers varies with the rounding of the few pictures that are measured.
         assert result.cosines.mean() >= min_cosine - 1e-4
     changed, expected = (len(wanted) * (1 - x) for x in (same, float(neighbours.strip("%")) / 100))
-    assert changed <= expected + 3 * np.sqrt(expected)
+    # Both counts vary by chance, because another machine rounds the calibration differently.
+    assert changed <= expected + 3 * np.sqrt(2 * expected)
