@@ -30,7 +30,7 @@ EMBEDDED_IMAGES, SHAPE, CORES = 4736, "B/16 224", 16
 # Labels of contenders by patterns that their names begin with; the first one that fits counts.
 ENCODERS = {
     "this encoder, blocks in int8$": "this library, int8",
-    "this encoder, (called outside of jit|.* by cuBLAS)": "this library, bfloat16",
+    "this encoder, called outside of jit": "this library, bfloat16",
     "transformers.* torchao's int8": "torchao, int8",
     "transformers.* torchao's float8": "torchao, float8",
     "transformers, torch.compile": "torch.compile",
@@ -38,8 +38,8 @@ ENCODERS = {
 }
 OPERATORS = {
     "cuda, cut by the kernel": "this library, int8",
-    r"patchify \+ jnp.dot": "patchify + jnp.dot",
-    "convolution": "convolution",
+    r"patchify \+ jnp.dot": "patchify + jnp.dot, bfloat16",
+    "convolution": "convolution, bfloat16",
 }
 OURS = "this library"
 

@@ -150,7 +150,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"Wrote {printable(arguments.save_calibration)}.")
     names, images = names[compared], [images[i] for i in np.arange(len(images))[compared]]
     if len(images) < 3:
-        raise ValueError(f"accuracy: {len(images)} pictures are compared, expected at least 3.")
+        raise ValueError(
+            f"accuracy: {len(images)} of the pictures can be compared, expected at least 3. Give "
+            "6, of which every second one calibrates, or --calibration and 3."
+        )
     wanted = encode(exact, images)
     results = []
     for dtype in ("bfloat16", arguments.dtype):
@@ -209,7 +212,7 @@ def calibration_for(
     first = images[::2]
     if not first:
         raise ValueError("accuracy: no picture could be read, expected at least 6.")
-    source = "every second picture of this command"
+    source = "every second picture given to `accuracy`"
     given = first if exact.config.naflex else np.stack(first)
     found = calibrate(exact, given, dtype=arguments.dtype)
     return dataclasses.replace(found, source=source), slice(1, None, 2)

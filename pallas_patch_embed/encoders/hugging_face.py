@@ -322,7 +322,7 @@ def text_config_of(config: Mapping[str, Any]) -> TextConfig:
     model_type = text.get("model_type") or whole.get("model_type") or "siglip"
     if not isinstance(model_type, str) or model_type not in TEXT_FAMILIES:
         raise ValueError(
-            f"the model_type of its text tower is {short(model_type)}, which is not supported, "
+            f"its model_type is {short(model_type)}, which has no text tower that is supported, "
             f"expected one of {', '.join(TEXT_FAMILIES)}."
         )
     family = TEXT_FAMILIES[model_type]

@@ -52,7 +52,7 @@ def test_the_command_prints_a_table_and_writes_a_picture(tmp_path, command_line,
         with Image.open(out) as picture:
             assert min(picture.size) > 500
     assert repr(Calibration.load(saved)) == (
-        "Calibration(4 pictures, every second picture of this command)"
+        "Calibration(4 pictures, every second picture given to `accuracy`)"
     )
     for arguments, text in (
         (["--save-calibration", folder / "0.png"], "exists, but this command did not write it"),
@@ -64,7 +64,7 @@ def test_the_command_prints_a_table_and_writes_a_picture(tmp_path, command_line,
         assert code == 2 and text in why
     few = ("accuracy", "--checkpoint", CHECKPOINT, "--out", out, *given, folder / "0.png")
     code, why = command_line(*few)
-    assert code == 2 and "1 pictures are compared, expected at least 3" in why
+    assert code == 2 and "1 of the pictures can be compared, expected at least 3" in why
 
 
 def command_line_output(arguments, capsys):

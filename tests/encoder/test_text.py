@@ -324,7 +324,9 @@ def test_other_towers_are_refused(tmp_path):
         ValueError, match=r"has 0 arrays named 'embeddings\.token_embedding\.weight'"
     ):
         ppe.load_text_encoder(DATA / "hf_siglip_p14_224", config=load("siglip").config)
-    with pytest.raises(ValueError, match="model_type of its text tower is 'siglip_vision_model'"):
+    with pytest.raises(
+        ValueError, match="model_type is 'siglip_vision_model', which has no text tower"
+    ):
         ppe.load_text_encoder(DATA / "hf_siglip_p14_224")
     with pytest.raises(ValueError, match="layout is that of timm or open_clip"):
         ppe.load_text_encoder(DATA / "families/open_clip_clip")
@@ -347,7 +349,7 @@ def test_other_towers_are_refused(tmp_path):
         ({"vocab_size": 0}, "vocabulary is 0, expected a positive integer"),
         ({"hidden_act": "swish"}, "the activation is 'swish'"),
         ({"layer_norm_eps": 0}, "the epsilon of layer norms is 0"),
-        ({"model_type": "llama"}, "model_type of its text tower is 'llama'"),
+        ({"model_type": "llama"}, "model_type is 'llama', which has no text tower"),
         ({"model_type": "clip", "eos_token_id": [1]}, r"end_token is \[1\]"),
     ],
 )
