@@ -541,8 +541,6 @@ def candidates(problem: Problem, target: Target) -> list[CudaConfig]:
     Only Blackwell kernels have tunings.
     """
     tiles.check_operands(problem)
-    if reason := missing():
-        raise NotImplementedError(reason)
     chips = _chips(problem, target)
     capability, chip = next(iter(chips.items()))
     found = _by_time(problem, capability, chip)
@@ -585,10 +583,16 @@ def config_of(fields: Mapping[str, Any]) -> CudaConfig:
 
 
 def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
-    """Returns the chips for which a program is planned, by the number in their kernels' names."""
+    """Returns the chips for which a program is planned, by the number in their kernels' names.
+
+    Raises:
+      NotImplementedError: the target has no such chip, or there is no library.
+    """
     if target.known and target.chip is None:
-        # This is known without loading the library.
+        # Whoever has no GPU needs no library.
         raise NotImplementedError(f"it needs an NVIDIA GPU; the target is {target}.")
+    if reason := missing():
+        raise NotImplementedError(reason)
     found = {c: tiles.chip_for(target, known) for c, known in architectures().items()}
     chips = {capability: chip for capability, chip in found.items() if chip is not None}
     if not chips:
@@ -618,8 +622,6 @@ def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) 
         reason.
     """
     tiles.check_operands(problem)
-    if reason := missing():
-        raise NotImplementedError(reason)
     chips = _chips(problem, target)
     chosen: dict[int, CudaConfig] = {}
     if config is not None:

@@ -57,17 +57,20 @@ def test_a_missing_library_is_a_reason_that_says_how_to_build_it(
     monkeypatch.setattr(cuda, "BUILD_FAILURE", tmp_path / "libpatch_embed.txt")
     if text:
         cuda.BUILD_FAILURE.write_text(text)
-    for target in (None, Target("cpu"), HOPPER):
-        problem = problem_of(named_shape("B/16 224"), "int8")
-        row = dict((r.backend, r) for r in explain(problem, target or Target("cpu")))["cuda"]
-        assert not row.serves and row.reason.startswith(
-            f"its library is missing: {text or 'it was not built'}."
-        )
-        assert "make ffi" in row.reason and "pip install" in row.reason
+    reason = reason_of_the_library()
+    assert reason.startswith(f"its library is missing: {text or 'it was not built'}.")
+    assert "make ffi" in reason and "pip install" in reason
     with pytest.raises(NotImplementedError, match="its library is missing"):
         cuda.register_cuda_kernels()
+
+
+def test_whoever_has_no_gpu_needs_no_library(fresh, monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libpatch_embed.so")
+    rows = explain(problem_of(named_shape("B/16 224"), "int8"), Target("cpu"))
+    (row,) = (row for row in rows if row.backend == "cuda")
+    assert row.reason == "it needs an NVIDIA GPU; the target is cpu."
     params = draw_params(np.random.default_rng(0), patch_size=8, grid=(4, 4), N=64, dtype="int8")
-    with pytest.raises(NotImplementedError, match="'cuda' cannot serve this call: its library is"):
+    with pytest.raises(NotImplementedError, match="'cuda' cannot serve this call: it needs an NVI"):
         ppe.patch_embed(jnp.zeros((1, 16, 256), jnp.int8), params, backend="cuda")
 
 
