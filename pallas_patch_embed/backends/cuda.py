@@ -589,10 +589,8 @@ def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
       NotImplementedError: the target has no such chip, or there is no library.
     """
     if target.known and target.chip is None:
-        # Whoever has no GPU needs no library.
+        # Whoever has no GPU needs no library, which `architectures` loads.
         raise NotImplementedError(f"it needs an NVIDIA GPU; the target is {target}.")
-    if reason := missing():
-        raise NotImplementedError(reason)
     found = {c: tiles.chip_for(target, known) for c, known in architectures().items()}
     chips = {capability: chip for capability, chip in found.items() if chip is not None}
     if not chips:
