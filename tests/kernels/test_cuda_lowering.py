@@ -30,7 +30,7 @@ HOPPER = Target("cuda", H200)
 
 @pytest.fixture
 def fresh():
-    """Clears the backend's caches about the library before and after the test."""
+    """Clears what the backend remembers of the library, before, after and whenever it is called."""
     remembered = (
         cuda.library,
         cuda.configs,
@@ -38,11 +38,14 @@ def fresh():
         cuda.register_cuda_kernels,
         cuda._is_stale,
     )
-    for function in remembered:
-        function.cache_clear()
-    yield
-    for function in remembered:
-        function.cache_clear()
+
+    def clear():
+        for function in remembered:
+            function.cache_clear()
+
+    clear()
+    yield clear
+    clear()
 
 
 def reason_of_the_library():
@@ -79,7 +82,7 @@ def test_a_broken_library_is_a_reason(fresh, monkeypatch, tmp_path, content):
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libpatch_embed.so")
     cuda.LIBRARY.write_text(content)
     assert "its library was built from sources other than" in reason_of_the_library()
-    cuda._is_stale.cache_clear()
+    fresh()
     cuda.LIBRARY.write_text(content + cuda_build.source_hash())
     assert "its library cannot be loaded" in reason_of_the_library()
 
@@ -91,9 +94,8 @@ def test_a_library_of_other_sources_is_refused(fresh, monkeypatch, tmp_path):
     assert reason_of_the_library() is None
     edited = tmp_path / "ffi" / "ptx" / "tma.cuh"
     edited.write_text(edited.read_text() + "//")
-    cuda._is_stale.cache_clear()
+    fresh()
     assert re.search(r"built from sources other than .* `make ffi`", reason_of_the_library())
-    cuda.library.cache_clear()
     assert_not_registered(monkeypatch)
 
 
