@@ -38,8 +38,25 @@ def blocks(markdown: str) -> list[Block]:
     return [Block(line, match["code"], match["not_run"] or "") for line, match in found]
 
 
+def section(page: str, heading: str) -> str:
+    """Returns the text of a section of a page, up to the next heading of its rank or a higher one.
+
+    Raises:
+      ValueError: the page has no such heading, or several.
+    """
+    parts = re.split(
+        rf"^(#+) {re.escape(heading)}\n", (ROOT / page).read_text(), flags=re.MULTILINE
+    )
+    _, rank, text = parts
+    return re.split(rf"^#{{1,{len(rank)}}} ", text, maxsplit=1, flags=re.MULTILINE)[0]
+
+
 def rows_of(page: str, heading: str) -> list[list[str]]:
     """Returns the cells of the tables in a section of a page, as a list of rows."""
-    text = (ROOT / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    lines = [line for line in section(page, heading).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def prose(page: str) -> str:
+    """Returns the text of a page in one line."""
+    return " ".join((ROOT / page).read_text().split())

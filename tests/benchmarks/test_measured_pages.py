@@ -1,231 +1,144 @@
-"""The measured tables and ratios in the pages are those of the records and of the tuned files."""
+"""The measured numbers of README.md and of the pages for users are those of the records."""
 
-import collections
-import itertools
-import json
-import math
 import re
 
-import jax
-import pytest
-
-from benchmarks import decisions, headline, recorded, results
-from benchmarks.dense import MODELS
+from benchmarks import headline
 from benchmarks.scaling import WAYS
-from pallas_patch_embed.backends import BACKENDS, cuda, stored, tiles
-from pallas_patch_embed.backends.mosaic import SM90
-from pallas_patch_embed.base.chips import H100, H200
-from pallas_patch_embed.commands.tune import command
-from pallas_patch_embed.layers.dense import problem_of
-from tests.pages import rows_of
+from tests.benchmarks.measured import (
+    BY_CUBLAS,
+    COMPILED,
+    IN_JIT,
+    INT8,
+    OUTSIDE,
+    both,
+    fastest,
+    newest_encoder_peers,
+    operator_times,
+    records,
+    span,
+)
+from tests.pages import prose, rows_of
 from tests.repository import ROOT
 
-TUNED = ("mosaic_sm90", "cuda", "triton")
-DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
+B16, SO400M = "B/16 224", "So400m/14 384"
+LAYOUTS = ["jnp.dot bare, [N, K]", "jnp.dot bare, [K, N]"]
 
-# The problems that a tuned file can have: a backend refuses the others.
-PROBLEMS = {"mosaic_sm90": 162, "cuda": 198, "triton": 306}
-
-
-def tuned_results(chip):
-    """Yields (name of a problem, result) for every named problem that a package's file has."""
-    measured = stored.read(decisions.results_of(chip)).results
-    for what, task in command.list_tasks(backends=TUNED):
-        if result := measured.get(task.key):
-            yield what, result
-
-
-def microseconds(times):
-    return " / ".join(f"{1e3 * time['milliseconds']:.2f}" for time in times.values())
-
-
-def table_row(what, result):
-    """Returns a row of docs/experiments/tune.md: a config that replaces the heuristic's."""
-    backend, dtype, problem = what.split(", ", 2)
-    problem = problem.replace(" images given as patches", "")
-    problem = problem.replace(" images cut by the kernel", ", cut by the kernel")
-    before = next(iter(result.times.values()))
-    after = result.times[str(BACKENDS[backend].config_of(result.config))]
-    ratios = [after[r]["milliseconds"] / before[r]["milliseconds"] for r in after if r in before]
-    ratio = " / ".join(f"{x:.2f}" for x in ratios)
-    return [f"{backend}, {dtype}", problem, microseconds(before), microseconds(after), ratio]
-
-
-def test_the_page_of_slices_has_the_times_of_the_records():
-    records = results.read(ROOT / "benchmarks/h200/slices.jsonl")
-    times = {
-        (r["what"], r["backend"], r["dtype"]): r["us"] for r in records if r.get("images") == 1024
-    }
-    header, _, *rows = rows_of("docs/experiments/slices.md", "Times")
-    assert len(rows) == 6
-    for what, *cells in rows:
-        for backend, cell in zip(header[1:], cells, strict=True):
-            found = [times[what, backend, dtype] for dtype in ("float8_e4m3fn", "bfloat16")]
-            assert cell == " / ".join(f"{us:.0f}" for us in found)
-
-
-@pytest.mark.skipif(cuda.missing() is not None, reason="the CUDA library is not built")
-@pytest.mark.parametrize("chip, name", [(H100, "H100"), (H200, "H200")])
-def test_the_page_of_configs_lists_those_of_a_packages_file(chip, name):
-    stated = rows_of("docs/experiments/tune.md", f"The file for the {name}")[2:]
-    first = ""
-    for row in stated:
-        first = row[0] = row[0] or first
-    # Several problems may share a result; the page lists it once.
-    found = {r.key: table_row(what, r) for what, r in reversed([*tuned_results(chip)]) if r.config}
-    assert sorted(stated) == sorted(found.values())
-
-
-def test_the_page_of_tune_counts_the_problems_and_configs():
-    stated = rows_of("docs/tune.md", "The package's files")[2:]
-    for backend, (first, *numbers) in zip(TUNED, stated, strict=True):
-        expected = [PROBLEMS[backend]]
-        for chip in (H100, H200):
-            found = [r for _, r in tuned_results(chip) if r.backend == backend]
-            expected += [len(found), len({r.key for r in found if r.config})]
-        assert (first.split(",")[0], [int(n) for n in numbers]) == (backend, expected)
-
-
-def few_images(folder):
-    """Returns the recorded microseconds of few images, by run and problem (shape, images, dtype).
-
-    A run with the package's tuned file is left out.
-    """
-    runs = []
-    for record in results.read(ROOT / f"benchmarks/{folder}/few_images.jsonl"):
-        if record["kind"] == "run":
-            runs.append(collections.defaultdict(dict))
-            is_tuned = "package's file" in record["versions"]
-        elif not is_tuned:
-            key = record["shape"], record["images"], record["dtype"]
-            runs[-1][key][record["contender"]] = 1e3 * record["milliseconds"]
-    return runs
-
-
-def test_the_table_of_few_images_has_the_newest_times():
-    newest = collections.defaultdict(dict)
-    for run in few_images("h200"):
-        for key, times in run.items():
-            newest[key] |= times
-
-    def cell(times):
-        if not times:
-            return ""
-        ours = [times[name] for name in TUNED]
-        xla = min(times[name] for name in ("xla", "jnp.dot + positions"))
-        return " / ".join(f"{t:.1f}" if t < 100 else f"{t:.0f}" for t in [*ours, xla])
-
-    stated = rows_of("docs/experiments/hopper.md", "Few images")[2:]
-    shapes = [row[0] for row in stated if row[0]]
-    assert len(shapes) == 16
-    for row, (shape, images) in zip(stated, itertools.product(shapes, (1, 8, 64)), strict=True):
-        cells = [cell(newest.get((shape, images, dtype))) for dtype in DTYPES]
-        assert row[1:] == [str(images), *cells]
-
-
-def against_pallas(problems_and_times):
-    """Returns the ratios of cuda's to mosaic_sm90's time, if cuda has wide slices and if narrow.
-
-    Problems with 24 or more chunks of K are left out.
-    """
-    wide, narrow = [], []
-    for problem, times in problems_and_times:
-        if tiles.chunks(problem) < 24 and {"cuda", "mosaic_sm90"} <= times.keys():
-            is_wide = problem.dtype == "bfloat16" or problem.N % 192 == 0 or problem.rows <= 8192
-            (wide if is_wide else narrow).append(times["cuda"] / times["mosaic_sm90"])
-    return wide, narrow
-
-
-def test_cuda_is_preferred_where_it_was_measured_to_be_faster():
-    """docs/experiments/hopper.md has these numbers."""
-    wide, narrow = [], []
-    for folder in ("h100", "h200"):
-        newest = {
-            key: times
-            for run in few_images(folder)
-            for key, times in run.items()
-            if {"cuda", "mosaic_sm90"} <= times.keys()
-        }
-        found = [
-            (recorded.problem_of(shape, images, dtype, "patches"), times)
-            for (shape, images, dtype), times in newest.items()
-        ]
-        found = against_pallas([(p, times) for p, times in found if p.rows <= 65536])
-        wide, narrow = wide + found[0], narrow + found[1]
-    assert (len(wide), sum(x < 1.005 for x in wide)) == (251, 247)
-    assert min(wide) == pytest.approx(0.727, abs=5e-4) and max(wide) < 1.075
-    assert 0.985 < min(narrow) and max(narrow) < 1.125
-
-
-@pytest.mark.parametrize(
-    "chip, bfloat16, one_byte, narrow",
-    [
-        (H100, (0.80, 0.99), (0.97, 1.03), (1.12, 1.15)),
-        (H200, (0.92, 1.02), (0.94, 1.03), (1.06, 1.11)),
+# The contenders of rows in docs/performance.md. Of several the faster one counts.
+FROM_PATCHES = {
+    "**cuda**": ["cuda"],
+    "**mosaic_sm90**": ["mosaic_sm90"],
+    "triton": ["triton"],
+    "`jnp.dot` (cuBLAS), bare, the faster of two layouts": LAYOUTS,
+    "CUTLASS with a fused epilogue, the faster of two tile shapes, not tuned": [
+        "CUTLASS, fused, cooperative",
+        "CUTLASS, fused, pingpong",
     ],
-)
-def test_with_many_rows_cuda_takes_this_part_of_the_time(chip, bfloat16, one_byte, narrow):
-    """docs/experiments/hopper.md has these numbers, of the heuristics' configs in a burst."""
-    times = collections.defaultdict(dict)
-    measured = stored.read(decisions.results_of(chip)).results
-    for _, task in command.list_tasks(backends=TUNED[:2], sources=["patches"]):
-        if (result := measured.get(task.key)) and task.problem.rows > 65536:
-            heuristic = next(iter(result.times.values()))
-            times[task.problem][task.backend] = heuristic["burst"]["milliseconds"]
-    halves = [
-        [(p, t) for p, t in times.items() if (p.dtype == "bfloat16") == is_bfloat16]
-        for is_bfloat16 in (True, False)
+    "`jnp.dot` + positions in one jit": ["jnp.dot + positions"],
+    "xla": ["xla"],
+    "jax's Pallas matmul, not tuned, + positions": ["jax's matmul, not tuned, + positions"],
+    "torch, eager, + positions": ["torch, eager, + positions"],
+    "dequantised, `jnp.dot` + positions": ["dequantise + jnp.dot + positions"],
+}
+FROM_IMAGES = {
+    "**cuda** after XLA's patchify": ["cuda"],
+    "mosaic_sm90": ["mosaic_sm90"],
+    "triton, without a copy as patches": ["triton"],
+    "triton after XLA's patchify": ["patchify + triton"],
+    "xla": ["xla"],
+    "patchify + `jnp.dot` + positions, in bfloat16": ["patchify + jnp.dot + positions"],
+    "the usual convolution, in bfloat16": ["convolution + positions"],
+}
+
+
+def test_the_tables_of_the_operator_have_the_times_of_the_record():
+    times = operator_times("h200/results")
+
+    def cell(source, contenders, dtype):
+        found = [times.get((source, c, dtype, "random")) for c in contenders]
+        if found == [None] * len(found):
+            return ""
+        best = fastest(found)
+        return both(best, 2 if best["burst"] >= 10 else 3)
+
+    rows = rows_of("docs/performance.md", "The operator")
+    second = next(i for i, row in enumerate(rows) if row[0] == "from uint8 images")
+    for source, contenders, table in (
+        ("patches", FROM_PATCHES, rows[:second]),
+        ("images", FROM_IMAGES, rows[second:]),
+    ):
+        (_, *dtypes), _, *body = table
+        assert [row[0] for row in body] == [*contenders]
+        for name, *cells in body:
+            expected = [cell(source, contenders[name], dtype) for dtype in dtypes]
+            assert [stated.replace("**", "") for stated in cells] == expected
+
+
+def of_later_runs(first, second, digits=2):
+    """Returns the times of a contender in images.jsonl and in image_shapes.jsonl."""
+    found = [
+        operator_times(f"h200/{name}")["images", *of, "random"]
+        for name, of in (("images", first), ("image_shapes", second))
     ]
-    (of_bfloat16, none), (of_one_byte, of_narrow) = map(against_pallas, halves)
-    assert not none
-    for found, stated in zip((of_bfloat16, of_one_byte, of_narrow), (bfloat16, one_byte, narrow)):
-        assert (round(min(found), 2), round(max(found), 2)) == stated
+    regimes = ("burst", "sustained")
+    return " / ".join(span([times[regime] for times in found], digits) for regime in regimes)
 
 
-def over_the_fastest(measured):
-    """Returns how many times as long as the fastest config the chosen one takes, on average.
+def test_later_runs_of_images_have_the_times_of_their_records():
+    cut = of_later_runs(*2 * [("cuda, cut by the kernel", "int8")])
+    patchified = of_later_runs(("cuda", "int8"), ("patchify + cuda", "int8"))
+    # In a run with int8 the peers in bfloat16 stand beside it.
+    dot, convolution = "patchify + jnp.dot + positions", "convolution + positions"
+    dot = of_later_runs((dot, "int8"), (dot, "bfloat16"))
+    convolution = of_later_runs((convolution, "int8"), (convolution, "bfloat16"), 1)
+    assert (
+        f"took **{cut}** ms, patchify + cuda {patchified} ms, patchify + `jnp.dot` + positions "
+        f"{dot} ms, and the convolution {convolution} ms."
+    ) in prose("docs/performance.md")
+    before = operator_times("h200/results")["images", "cuda", "int8", "random"]["burst"]
+    assert f"take {cut.split(' /')[0]} ms instead of {before:.2f} on an H200" in prose(
+        "CHANGELOG.md"
+    )
+    rows = rows_of("docs/kernels.md", "What limits the Hopper kernel")[2:]
+    assert [row[1] for row in rows if row[0].startswith("uint8")] == [cut]
 
-    Args:
-      measured: (problem, chip, {name of a config: time}) of several problems.
 
-    Returns:
-      The geometric mean, and the number of problems whose chosen config was measured.
-    """
-    ratios = [
-        times[name] / min(times.values())
-        for problem, chip, times in measured
-        if (name := str(SM90.choose_config(problem, chip))) in times
-    ]
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)), len(ratios)
+def test_the_page_of_kernels_has_the_times_of_the_record():
+    times = operator_times("h200/results")
+    rows = rows_of("docs/kernels.md", "What limits the Hopper kernel")[2:]
+    dtypes = "float8_e4m3fn", "int8", "bfloat16"
+    for dtype, (name, ours, bare, _) in zip(dtypes, rows[:3], strict=True):
+        assert name == f"{dtype.removesuffix('_e4m3fn')} patches"
+        assert ours == both(times["patches", "cuda", dtype, "random"], 3)
+        layouts = [times["patches", layout, dtype, "random"] for layout in LAYOUTS]
+        assert bare.split(",")[0] == both(fastest(layouts), 3)
 
 
-def test_hoppers_estimate_chooses_configs_that_are_nearly_the_fastest():
-    """docs/experiments/encoder.md has these numbers."""
-    layers = collections.defaultdict(dict)
-    record = ROOT / "benchmarks/h200/dense_configs.jsonl"
-    for row in map(json.loads, record.read_text().splitlines()):
-        if "HopperConfig" in row.get("program", ""):
-            dtype, config = row["program"].split(" ", 1)
-            layers[row["model"], row["rows"], row["layer"], dtype][config] = row["burst"]
+def test_few_images_of_the_operator_have_the_times_of_the_record():
+    times = [operator_times("h200/small", images) for images in (1, 64)]
 
-    def problem(model, rows, name, dtype):
-        layer = MODELS[model][1][name]
-        epilogue = layer.epilogue_in(dtype)
-        x = jax.ShapeDtypeStruct((rows, layer.K), dtype)
-        weight = jax.ShapeDtypeStruct((1, epilogue.parts, layer.N, layer.K), dtype)
-        return problem_of(x, weight, epilogue)
+    def cold(found):
+        return f"{1e3 * found['cold']:.1f} ({1e3 * found['burst']:.1f})"
 
-    ratio, number = over_the_fastest((problem(*key), H200, t) for key, t in layers.items())
-    assert (round(ratio, 2), number, len(layers)) == (1.02, 23, 26)
-    operators = []
-    for chip in (H100, H200):
-        measured = stored.read(decisions.results_of(chip)).results
-        for _, task in command.list_tasks(backends=TUNED[:1]):
-            if result := measured.get(task.key):
-                times = {n: t["burst"]["milliseconds"] for n, t in result.times.items()}
-                operators.append((task.problem, chip, times))
-    ratio, number = over_the_fastest(operators)
-    assert (round(ratio, 3), number) == (1.005, len(operators))
+    rows = rows_of("docs/performance.md", "Few images")[2:]
+    assert [row[0] for row in rows] == ["mosaic_sm90", "cuda", "`jnp.dot` + positions"]
+    for name, *cells in rows:
+        key = "patches", name.replace("`", ""), "float8_e4m3fn", "random"
+        found = [of_images[key] for of_images in times]
+        expected = [f"{1e3 * f['call']:.0f}" for f in found] + [cold(f) for f in found]
+        assert cells == expected[: len([cell for cell in cells if cell])] + [""] * cells.count("")
+
+
+def test_photographs_take_this_part_of_the_time_of_random_pixels():
+    random, photographs = (operator_times(f"h200/{name}") for name in ("results", "photographs"))
+    parts = {"convolution": [], "jnp.dot": [], "": []}
+    for (*key, _), times in photographs.items():
+        name = next(name for name in parts if name in key[1])
+        parts[name].append(times["burst"] / random[*key, "random"]["burst"])
+    assert (
+        f"take {span(parts[''])} times as long as with random pixels, `jnp.dot` + positions takes "
+        f"{span(parts['jnp.dot'])} times as long, and the convolution {span(parts['convolution'])} "
+        "times."
+    ) in prose("docs/performance.md")
 
 
 def test_the_README_has_the_table_and_the_days_of_its_records():
@@ -238,35 +151,18 @@ def test_the_README_has_the_table_and_the_days_of_its_records():
         assert f"benchmarks/h200/{name}" in page and (headline.FOLDER / name).is_file()
 
 
-def test_packed_naflex_pictures_have_the_rates_of_the_record():
-    page = (ROOT / "docs/experiments/encoder.md").read_text()
-    rates = [r for r in results.read(ROOT / "benchmarks/h200/naflex.jsonl") if r["kind"] == "rates"]
-    assert len(rates) == 15
-    for rate in rates:
-        burst, sustained = (rate[name]["packed / padded"] for name in ("burst", "sustained"))
-        assert f"| {burst:.3f} / {sustained:.3f} ({rate['wanted']:.3f}) |" in page
-
-
-def newest_encoder_peers():
-    records = results.read(ROOT / "benchmarks/h200/encoder_peers.jsonl")
-    return {(r["encoder"], r["images"], r["contender"]): r for r in records if "contender" in r}
-
-
 def test_few_images_have_the_newest_times_of_whole_encoders():
-    outside = "this encoder, called outside of jit"
     names = {
-        "this encoder, in your own jit": "this encoder",
-        "the same with the option above": "this encoder, epilogues by cuBLAS",
-        outside: outside,
-        "transformers, torch.compile with CUDA graphs": (
-            "transformers, torch.compile, reduce-overhead"
-        ),
+        "this encoder, in your own jit": IN_JIT,
+        "the same with the option above": BY_CUBLAS,
+        OUTSIDE: OUTSIDE,
+        "transformers, torch.compile with CUDA graphs": f"{COMPILED}, reduce-overhead",
         "this encoder, int8, the layer behind attention in bfloat16": (
-            "this encoder, blocks in int8 except out of every block"
+            f"{INT8} except out of every block"
         ),
-        "transformers, torch.compile, max-autotune": "transformers, torch.compile, max-autotune",
+        "transformers, torch.compile, max-autotune": f"{COMPILED}, max-autotune",
     }
-    models = {"B/16": "B/16 224", "So400m": "So400m/14 384"}
+    models = {"B/16": B16, "So400m": SO400M}
 
     def count(cell):
         return int(cell.split(", ")[-1].split()[0])
@@ -284,26 +180,25 @@ def test_few_images_have_the_newest_times_of_whole_encoders():
             for (model, images), cell in zip(cases, cells, strict=True):
                 if cell:
                     found = newest[model, images, names[name]]
-                    assert cell == f"{found['burst']:.2f} / {found['sustained']:.2f}"
+                    assert cell == both(found)
                     compared += 1
         else:  # Seconds of the first call.
             for (images,), cell in zip(cases, cells, strict=True):
                 if cell:
-                    found = newest[name, images, outside]["compile_seconds"]
+                    found = newest[name, images, OUTSIDE]["compile_seconds"]
                     assert cell == f"{found:.1f}"
                     compared += 1
     assert compared == (5 + 5) * 4 + 4 + 2 + 4 + 5
 
 
 def test_many_images_have_the_newest_times_of_whole_encoders():
-    ours = "this encoder"
     names = {
-        f"**{ours}, int8**": f"{ours}, blocks in int8",
-        f"**{ours}, bfloat16**, with the option of `embed`": f"{ours}, epilogues by cuBLAS",
-        f"{ours}, bfloat16, without the option": ours,
-        "the same, called outside of jit": f"{ours}, called outside of jit",
-        "transformers, torch.compile": "transformers, torch.compile",
-        "the same with torchao's int8 (2026-11-28)": "transformers, torch.compile, torchao's int8",
+        "**this encoder, int8**": INT8,
+        "**this encoder, bfloat16**, with the option of `embed`": BY_CUBLAS,
+        "this encoder, bfloat16, without the option": IN_JIT,
+        "the same, called outside of jit": OUTSIDE,
+        COMPILED: COMPILED,
+        "the same with torchao's int8 (2026-11-28)": f"{COMPILED}, torchao's int8",
         "flax, big_vision's model": "flax, as big_vision has it",
     }
     newest = newest_encoder_peers()
@@ -316,23 +211,19 @@ def test_many_images_have_the_newest_times_of_whole_encoders():
         elif name in names and len(cells) == 2:
             for model, cell in zip(models, cells, strict=True):
                 found = newest[model, 64, names[name]]
-                assert cell == f"{found['burst']:.2f} / {found['sustained']:.2f}"
+                assert cell == both(found)
                 compared += 1
         elif name in names:
             found = newest[model, 512, names[name]]
-            times = f"{found['burst']:.2f} / {found['sustained']:.2f}"
             rate = f"{1e3 * 512 / found['sustained']:,.0f}"
             peak = "" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 1e9:.2f}"
-            assert cells == [times, rate, f"{found['joules']:.3f}", peak]
+            assert cells == [both(found), rate, f"{found['joules']:.3f}", peak]
             compared += 1
     assert compared == 2 * (len(names) + len(names) - 1)  # torchao was not measured with 64.
 
 
 def test_two_gpus_have_the_rates_of_the_record():
-    newest = {
-        (r["model"], r["dtype"], r["gpus"], r["way"]): r
-        for r in results.read(ROOT / "benchmarks/h200/scaling.jsonl")
-    }
+    newest = {(r["model"], r["dtype"], r["gpus"], r["way"]): r for r in records("h200/scaling")}
     compared = 0
     names = {
         "operator, B/16 224, int8": ("operator", "int8"),
@@ -350,11 +241,7 @@ def test_two_gpus_have_the_rates_of_the_record():
 
 def test_int8_is_as_many_times_as_fast_as_the_records_say():
     newest = newest_encoder_peers()
-    int8 = "this encoder, blocks in int8"
-    others = {
-        "bfloat16": "this encoder, epilogues by cuBLAS",
-        "torch.compile": "transformers, torch.compile",
-    }
+    others = {"bfloat16": BY_CUBLAS, "torch.compile": COMPILED}
     header, _, *rows = rows_of("docs/eight_bits.md", "Speed")
     assert len(rows) == 5
     for name, *cells in rows:
@@ -362,62 +249,187 @@ def test_int8_is_as_many_times_as_fast_as_the_records_say():
             r"(?:energy of )?(\d+) pictures, (?:part of )?([\w.]+)", name
         ).groups()
         for model, cell in zip(header[1:], cells, strict=True):
-            ours, theirs = (newest[model, int(images), x] for x in (int8, others[other]))
+            ours, theirs = (newest[model, int(images), x] for x in (INT8, others[other]))
             ratios = [theirs[x] / ours[x] for x in ("burst", "sustained")]
             if name.startswith("energy"):
                 ratios = [ours["joules"] / theirs["joules"]]
             assert cell == " / ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
-def embed_runs(commit):
-    """Returns the runs of `embed` on H200s of a version of this package."""
-    return [
-        r
-        for name in ("resizing", "embedding")
-        for r in results.read(ROOT / f"benchmarks/h200/{name}.jsonl")
-        if r.get("commit") == commit
+def change(found, before):
+    """Returns the part of the time that is saved, in a burst and sustained."""
+    return [1 - found[regime] / before[regime] for regime in ("burst", "sustained")]
+
+
+def test_sentences_about_whole_encoders_have_the_numbers_of_the_records():
+    newest, older = newest_encoder_peers(), newest_encoder_peers("h100")
+    page = prose("docs/performance.md")
+    autotuned = newest[B16, 512, f"{COMPILED}, max-autotune"]
+    assert (
+        f"its mode max-autotune computed {512e3 / autotuned['sustained']:,.0f} pictures/s of B/16, "
+        f"after {autotuned['compile_seconds']:.0f} s of compiling"
+    ) in page
+
+    def difference(contender, models=(B16, SO400M)):
+        return [100 * newest[model, 512, contender]["difference"] for model in models]
+
+    int8, torchaos = difference(INT8), difference(f"{COMPILED}, torchao's int8")
+    others = [
+        x for name in (COMPILED, "flax, as big_vision has it", IN_JIT) for x in difference(name)
     ]
+    assert (
+        f"differ from those in bfloat16 by {int8[0]:.1f}% (B/16) and {int8[1]:.1f}%, torchao's by "
+        f"{torchaos[0]:.1f} and {torchaos[1]:.1f}%, and other programs' in bfloat16 by "
+        f"{span(others, 1)}%"
+    ) in page
+
+    families = [f"{family} B/16 224" for family in ("CLIP", "DINOv2")]
+    ours, theirs = (
+        [older[family, 512, name]["sustained"] for family in families]
+        for name in (BY_CUBLAS, f"{COMPILED}, max-autotune")
+    )
+    assert (
+        f"512 images take {ours[0]:.1f} and {ours[1]:.1f} ms, sustained, and under torch.compile "
+        f"in its mode max-autotune {theirs[0]:.1f} and {theirs[1]:.1f}"
+    ) in page
 
 
-def test_embed_on_two_gpus_has_the_rates_of_the_records():
-    runs = embed_runs("8920b25")
-    found = {(r["encoder"], r["form"], r["place"], r["allowed"]): r for r in runs}
-    assert len(found) == len(runs) == 10
-    forms = {"JPEG files": "jpeg", "tars": "tar", "parquet files": "parquet"}
-    compared = 0
-    for name, *cells in rows_of("docs/experiments/embed.md", "Pictures per second"):
-        encoder, *rest = name.split(", ")
-        if not rest or rest[0] not in forms:
-            continue
-        form, *rest = rest
-        cores = int(rest[0].split()[0]) if rest else 16
-        places = ("one", cores), ("all", 32), ("each", 32)
-        one = found[encoder, forms[form], "one", 16]
-        for (place, allowed), cell in zip(places, cells, strict=True):
-            if cell:
-                r = found[encoder, forms[form], place, allowed]
-                part = f" ({r['rate'] / 2 / one['rate']:.2f})" if place != "one" else ""
-                busy = f"{r['busy']:.0%}; {r['cores']:.1f} of {allowed}"
-                assert cell == f"{r['rate']:.0f}{part}; {busy}"
-                compared += 1
-    assert compared == len(found)
+def test_the_option_of_embed_saves_as_much_as_the_page_says():
+    newest = newest_encoder_peers()
+
+    def saved(model, *images):
+        pairs = [[newest[model, n, name] for name in (BY_CUBLAS, IN_JIT)] for n in images]
+        return [100 * x for ours, without in pairs for x in change(ours, without)]
+
+    page = prose("docs/encoder.md")
+    few = saved(SO400M, 8, 16, 64)
+    assert f"an H200 takes {span(few, 0)}% less time with it" in page
+    (b16,), (so400m,) = ({round(x) for x in saved(model, 512)} for model in (B16, SO400M))
+    assert f"For 512 images of B/16 it takes {b16}% less time, and of So400m {so400m}%" in page
+    assert f"up to {max(few):.0f}% less time" in prose("CHANGELOG.md")
 
 
-def test_nvimagecodec_has_the_rates_of_the_records():
-    counts = 2, 4, 16
-    records = results.read(ROOT / "benchmarks/h200/resizing.jsonl")
-    decoded = {r["cores"]: r for r in records if r["kind"] == "nvimagecodec"}
-    alone = ("B/16 224", "jpeg", 1)
-    embed = {
-        r["allowed"]: r
-        for r in embed_runs("8920b25")
-        if (r["encoder"], r["form"], r["devices"]) == alone
+def test_sentences_about_one_picture_have_the_numbers_of_the_records():
+    page, newest = prose("docs/encoder.md"), newest_encoder_peers()
+    graphs = f"{COMPILED}, reduce-overhead"
+    slower = {
+        (model, images, regime): found[regime] / newest[model, images, graphs][regime] - 1
+        for (model, images, contender), found in newest.items()
+        if contender == OUTSIDE and (model, images, graphs) in newest
+        for regime in ("burst", "sustained")
+        if found[regime] > newest[model, images, graphs][regime]
     }
-    rows = rows_of("docs/experiments/embed.md", "One process")
-    header = next(i for i, row in enumerate(rows) if row[1:] == [f"{n} cores" for n in counts])
-    _, nvimagecodec, own = rows[header + 1 : header + 4]
-    for (_, *cells), found, used in (
-        (nvimagecodec, decoded, "cores used"),
-        (own, embed, "cores"),
-    ):
-        assert cells == [f"{found[n]['rate']:.0f} ({found[n][used]:.1f})" for n in counts]
+    assert {key: f"{x:.0%}" for key, x in slower.items()} == {(B16, 2, "burst"): "1%"}
+    assert "slower than torch with CUDA graphs in one case, by 1%: in a burst of two images" in page
+    runs = [r for r in records("h200/encoder_peers") if r.get("contender") == IN_JIT]
+    times = [both(r) for r in runs if (r["encoder"], r["images"]) == (SO400M, 1)]
+    assert f"one image of So400m took {times[0]} ms in a jit" in page and len(times) == 2
+    b16, so400m = (
+        newest[model, 1, f"{COMPILED}, max-autotune"]["compile_seconds"] for model in (B16, SO400M)
+    )
+    assert f"needed {b16:.0f} s to compile B/16 and {so400m:.0f} s for So400m" in page
+
+
+def test_sentences_about_8_bits_have_the_ratios_of_the_records():
+    newest, page = newest_encoder_peers(), prose("docs/eight_bits.md")
+
+    def faster(model, contender):
+        return (
+            newest[model, 512, BY_CUBLAS]["sustained"] / newest[model, 512, contender]["sustained"]
+        )
+
+    without_out = [faster(model, f"{INT8} except out of every block") for model in (B16, SO400M)]
+    assert "factors for 512 pictures are {:.2f} and {:.2f}".format(*without_out) in page
+    dinov2 = "DINOv2 S/14 224"
+    (four,) = (
+        name for _, n, name in newest if n == 512 and "out of block 0, out of block 1" in name
+    )
+    assert (
+        f"DINOv2 S/14 is {faster(dinov2, INT8):.2f} times as fast as in bfloat16, and "
+        f"{faster(dinov2, four):.2f} times with the four layers"
+    ) in page
+
+
+def test_the_patch_embedding_is_this_part_of_an_encoder():
+    times = {
+        (r["encoder"], r["way"], r["dtype"]): r["milliseconds"]
+        for r in records("h200/encoder")
+        if r["kind"] == "encoder" and r["regime"] == "sustained" and r["images"] >= 64
+    }
+    b16, so400m = (
+        times[model, "convolution", "bfloat16"] / times[model, "cuda", "int8"] - 1
+        for model in (B16, SO400M)
+    )
+    assert f"was {b16:.0%} (B/16) and {so400m:.0%} (So400m) faster" in prose("docs/performance.md")
+
+
+def test_the_attention_has_the_times_of_the_record():
+    times = {
+        (tuple(r["shape"]), r["program"] == "cudnn"): r
+        for r in records("h200/attention")
+        if r["kind"] == "attention" and r.get("levels") == "" and r["mix"] is None
+        if "sustained" in r
+    }
+    rows = [row for row in rows_of("docs/performance.md", "Whole encoders") if " x " in row[1]][1:]
+    parts = []
+    for _, shape, *cells in rows:
+        key = tuple(int(n) for n in shape.split(" x "))
+        cudnn, kernel = (times[key, is_cudnn] for is_cudnn in (True, False))
+        assert cells == [both(cudnn, 3), both(kernel, 3)]
+        parts += [1 - x for x in change(kernel, cudnn)]
+    assert len(rows) == 3
+    assert f"takes {span(parts)} of cuDNN's time" in prose("docs/performance.md")
+
+
+def test_sentences_about_several_gpus_have_the_numbers_of_the_records():
+    page = prose("docs/performance.md")
+    bursts = {
+        (r["model"], r["way"]): r["efficiency, burst"]
+        for r in records("h200/scaling")
+        if r["gpus"] == 2
+    }
+    assert (
+        f"a process for each GPU reached {bursts['operator', WAYS[1]]:.3f} of twice, and the "
+        f"encoder with one process {bursts[B16, WAYS[0]]:.3f}"
+    ) in page
+    assert round(1 / bursts["operator", WAYS[0]]) == 9 and "took nine times as long" in page
+    older = [
+        r["efficiency"]
+        for r in records("h200/devices")
+        if r["kind"] == "devices" and r["devices"] == 2 and r["regime"] == "sustained"
+    ]
+    assert f"reached {span(older, 3)} of twice one GPU" in page
+
+
+def test_packing_fills_rows_as_the_record_says():
+    mixes = [r for r in records("h200/naflex") if r["kind"] == "fills" and r["mix"] != "all equal"]
+    kept = [r for r in mixes if r["kept"] and r["mix"] == "panoramas and icons"]
+    batch, rows = (span([100 * r[name] for r in kept], 0) for name in ("batch", "rows"))
+    enlarged = [100 * r["batch"] for r in mixes if not r["kept"]]
+    assert (
+        f"a folder of panoramas and icons fills {batch}% of a padded batch, and {rows}% of the rows"
+    ) in prose("docs/encoder.md")
+    assert (
+        f"then padded batches are {span(enlarged, 0)}% full, and packing saves at most "
+        f"{100 - min(enlarged):.0f}% of the tokens"
+    ) in prose("docs/encoder.md")
+
+
+def test_the_page_of_embed_has_the_rates_of_the_records():
+    page = prose("docs/embed.md")
+    runs = [r for r in records("h200/resizing") + records("h200/embedding") if r["kind"] == "embed"]
+
+    def rates(form, place, allowed):
+        """Returns the rates of B/16 in hundreds of pictures a second, with default options."""
+        key = B16, form, place, allowed, ""
+        names = "encoder", "form", "place", "allowed", "options"
+        found = [r["rate"] / 100 for r in runs if tuple(r.get(name) for name in names) == key]
+        return " to ".join(f"{n}00" for n in sorted({round(min(found)), round(max(found))}))
+
+    assert (
+        f"16 cores embed {rates('jpeg', 'one', 16)} JPEG files per second, "
+        f"{rates('tar', 'one', 16)} from tars and {rates('parquet', 'one', 16)} from parquet "
+        f"files, and two cores {rates('jpeg', 'one', 2)}. 32 cores and two H200s embed "
+        f"{rates('jpeg', 'all', 32)} JPEG files in one process, and {rates('jpeg', 'each', 32)} "
+        "with a process for each GPU."
+    ) in page

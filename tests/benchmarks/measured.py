@@ -1,0 +1,79 @@
+"""Reads the records of benchmarks/, and writes numbers as the pages have them."""
+
+import collections
+
+from benchmarks import results
+from tests.repository import ROOT
+
+# Names of contenders in encoder_peers.jsonl.
+IN_JIT = "this encoder"
+BY_CUBLAS = "this encoder, epilogues by cuBLAS"
+OUTSIDE = "this encoder, called outside of jit"
+INT8 = "this encoder, blocks in int8"
+COMPILED = "transformers, torch.compile"
+
+
+def records(name):
+    """Returns the records of a file, given as "h200/results"."""
+    return results.read(ROOT / f"benchmarks/{name}.jsonl")
+
+
+def both(times, digits=2):
+    """Returns the times in a burst and sustained."""
+    return " / ".join(f"{times[regime]:.{digits}f}" for regime in ("burst", "sustained"))
+
+
+def span(values, digits=2):
+    """Returns the range of numbers, and a single one if they are rounded to the same."""
+    ends = [f"{x:.{digits}f}" for x in (min(values), max(values))]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+def newest_encoder_peers(folder="h200"):
+    """Returns the newest records by encoder, number of images and contender."""
+    return {
+        (r["encoder"], r["images"], r["contender"]): r
+        for r in records(f"{folder}/encoder_peers")
+        if "contender" in r
+    }
+
+
+def operator_times(name, images=4736, shape="B/16 224"):
+    """Returns milliseconds by (source, contender, dtype, pixels), and then by regime."""
+    found = collections.defaultdict(dict)
+    for r in records(name):
+        if r["kind"] == "time" and (r["shape"], r["images"]) == (shape, images):
+            key = r["source"], r["contender"], r["dtype"], r["pixels"]
+            found[key][r["regime"]] = r["milliseconds"]
+    return dict(found)
+
+
+def fastest(times):
+    """Returns the shortest time of each regime."""
+    return {regime: min(t[regime] for t in times) for regime in times[0]}
+
+
+def embed_runs(commit):
+    """Returns the runs of `embed` on H200s of a version of this package."""
+    return [
+        r
+        for name in ("resizing", "embedding")
+        for r in records(f"h200/{name}")
+        if r.get("commit") == commit
+    ]
+
+
+def few_images(folder):
+    """Returns the recorded microseconds of few images, by run and problem (shape, images, dtype).
+
+    A run with the package's tuned file is left out.
+    """
+    runs = []
+    for record in records(f"{folder}/few_images"):
+        if record["kind"] == "run":
+            runs.append(collections.defaultdict(dict))
+            is_tuned = "package's file" in record["versions"]
+        elif not is_tuned:
+            key = record["shape"], record["images"], record["dtype"]
+            runs[-1][key][record["contender"]] = 1e3 * record["milliseconds"]
+    return runs
