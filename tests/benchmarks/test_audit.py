@@ -10,6 +10,7 @@ from benchmarks.audit import Kernel, Loop, Tile
 from benchmarks.machine_code import Code, class_of, cuda_root, read_cubin
 from pallas_patch_embed.backends import cuda, tiles
 from pallas_patch_embed.base.problem import NamedShape, named_shape
+from tests.pages import prose
 
 HEADLINE = (named_shape("B/16 224"), 4736)
 
@@ -76,6 +77,10 @@ def test_no_kernel_of_the_library_spills():
     assert audit.spilling(audit.library_kernels().values()) == []
     names = {c.symbol for c in cuda.configs()}
     assert {name for _, name in audit.library_kernels()} == names
+    number = len(audit.library_kernels())
+    assert f"The CUDA library has {number} kernels" in prose("docs/performance.md")
+    hopper, blackwell = (sum(c == chip for c, _ in audit.library_kernels()) for chip in (90, 100))
+    assert f"It has {hopper} Hopper and {blackwell} Blackwell" in prose("docs/backends.md")
     kernel = audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16")
     found, (loop,) = checked(kernel), kernel.loops
     # There are 12 chunks of 4 products for each of two blocks of rows; the loop over chunks

@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 import math
+import re
 
 import jax
 import pytest
@@ -15,12 +16,25 @@ from pallas_patch_embed.backends.mosaic import SM90
 from pallas_patch_embed.base.chips import H100, H200
 from pallas_patch_embed.commands.tune import command
 from pallas_patch_embed.layers.dense import problem_of
-from tests.benchmarks.measured import embed_runs, few_images, records
-from tests.pages import rows_of
+from tests.benchmarks.measured import (
+    BY_CUBLAS,
+    COMPILED,
+    IN_JIT,
+    both,
+    embed_runs,
+    few_images,
+    operator_times,
+    records,
+    span,
+)
+from tests.pages import prose, rows_of
 from tests.repository import ROOT
 
 TUNED = ("mosaic_sm90", "cuda", "triton")
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
+
+# Pictures per second, cores in use, and milliseconds of CPU time for a picture.
+CELL = r"(\d+) \(([\d.]+)\)(?:, ([\d.]+) ms)?"
 
 # The problems that a tuned file can have: a backend refuses the others.
 PROBLEMS = {"mosaic_sm90": 162, "cuda": 198, "triton": 306}
@@ -212,13 +226,156 @@ def test_hoppers_estimate_chooses_configs_that_are_nearly_the_fastest():
     assert (round(ratio, 3), number) == (1.005, len(operators))
 
 
-def test_packed_naflex_pictures_have_the_rates_of_the_record():
-    page = (ROOT / "docs/experiments/encoder.md").read_text()
-    rates = [r for r in records("h200/naflex") if r["kind"] == "rates"]
-    assert len(rates) == 15
-    for rate in rates:
-        burst, sustained = (rate[name]["packed / padded"] for name in ("burst", "sustained"))
-        assert f"| {burst:.3f} / {sustained:.3f} ({rate['wanted']:.3f}) |" in page
+def test_packed_naflex_pictures_have_the_fills_and_rates_of_the_record():
+    fills, rates = {}, {}
+    for r in records("h200/naflex"):
+        if "mix" in r:
+            key = r["mix"], r["kept"], r["patches"]
+            (fills if r["kind"] == "fills" else rates)[key] = r
+
+    def fill(r):
+        return [f"{r[x]:.3f}".replace("1.000", "1") for x in ("batch", "rows")]
+
+    def rate(r):
+        times = {regime: r[regime]["packed / padded"] for regime in ("burst", "sustained")}
+        return [f"{both(times, 3)} ({r['wanted']:.3f})"]
+
+    rows = rows_of("docs/experiments/encoder.md", "Packed NaFlex pictures")
+    second = next(i for i, row in enumerate(rows) if row[2:] == ["64", "256", "1024"])
+    for table, found, cells in ((rows[:second], fills, fill), (rows[second:], rates, rate)):
+        mix, body = "", table[2:]
+        assert len(body) == 5
+        for name, kept, *stated in body:
+            mix = name or mix
+            keys = [(mix, kept == "kept", patches) for patches in (64, 256, 1024)]
+            assert stated == [cell for key in keys for cell in cells(found[key])]
+
+
+def test_attention_has_the_newest_times():
+    newest = {}
+    for r in records("h200/attention"):
+        if r["kind"] == "attention" and r["name"] != "sweep":
+            kind = r["levels"] or ("segments" if r["packed"] else "")
+            program = re.sub(r"^[\d,]+", "kernel", r["program"])
+            newest[r["name"], r["shape"][0], kind, r["mix"], program] = r
+
+    def bursts(cases, digits=3):
+        """Returns the cells of a row of the first table."""
+        times = [[newest[*case, p]["burst"] for case in cases] for p in ("cudnn", "kernel")]
+        ratios = [kernel / cudnn for cudnn, kernel in zip(*times)]
+        cells = [", ".join(f"{t:.{digits}f}" for t in found) for found in times]
+        return [*cells, ", ".join(f"{x:.2f}" for x in ratios)]
+
+    expected = []
+    for name, images in (("B/16 224", 512), ("So400m/14 384", 64), ("L/16 384", 256)):
+        cudnn, kernel = (newest[name, images, "", None, p] for p in ("cudnn", "kernel"))
+        ratios = {regime: kernel[regime] / cudnn[regime] for regime in ("burst", "sustained")}
+        expected.append([both(cudnn, 3), both(kernel, 3), both(ratios)])
+    few = [(name, 8, "", None) for name in ("B/16 224", "So400m/14 384", "L/16 384")]
+    expected.append(bursts(few, 4))
+    naflex = [("NaFlex B/16", 64), ("NaFlex So400m/16", 64)]
+    mixes = [("", mix) for mix in (None, "full", "uniform", "bimodal", "one long")]
+    for mix in [*mixes, ("segments", "uniform")]:
+        expected.append(bursts([(*name, *mix) for name in naflex]))
+    rows = rows_of("docs/experiments/encoder.md", "Attention")
+    first = rows.index(["", "cuDNN", "kernel", "kernel / cuDNN"]) + 2
+    assert [cells for _, *cells in rows[first : first + len(expected)]] == expected
+
+    def burst(*key):
+        return f"{newest[key]['burst']:.3f}" if key in newest else ""
+
+    kinds = list(itertools.product(("", "segments"), ("cudnn", "kernel")))
+    small = [("NaFlex B/16 256", 256), ("NaFlex So400m/16 256", 256)]
+    expected = [
+        [burst(*name, kind, mix, program) for kind, program in kinds]
+        for name, mix in itertools.product(small, ("full", "uniform"))
+    ]
+    tiny = "NaFlex B/16 64", 1024, "segments", "full"
+    expected.append(["", "", *(burst(*tiny, program) for program in ("cudnn", "kernel"))])
+    first = rows.index(["", "lengths: cuDNN", "kernel", "segments: cuDNN", "kernel"]) + 2
+    assert [cells for _, *cells in rows[first : first + 5]] == expected
+
+    programs = "cudnn", "kernel + pass", "kernel"
+    first = rows.index(["", "cuDNN and a pass", "kernel and a pass", "kernel"]) + 2
+    for (name, *cells), images in zip(rows[first : first + 3], (512, 256, 64), strict=True):
+        assert cells == [burst(name, images, "int8", None, program) for program in programs]
+
+
+def test_dense_layers_have_the_times_of_the_record():
+    times = {}
+    for r in records("h200/dense"):
+        if r["kind"] == "dense":
+            times[r["model"], r["layer"], re.sub(r"HopperConfig.*", "kernel", r["program"])] = r
+    layers = {
+        "q, k and v": "qkv",
+        "q, k or v": "query",
+        "after attention": "out",
+        "first of the MLP": "fc1",
+        "second of the MLP": "fc2",
+    }
+    models = {"B/16": "B/16 224", "So400m/14": "So400m/14 384"}
+    programs = ["bfloat16 cublas", "bfloat16 kernel", "bfloat16 formula", "int8 kernel"]
+    programs.append("float8_e4m3fn kernel")
+    rows = rows_of("docs/experiments/encoder.md", "Dense layers")[2:8]
+    for name, *cells in rows:
+        model, rest = name.split(", ", 1)
+        layer = next(layers[x] for x in layers if rest.startswith(x))
+        found = [times[models[model], layer, program] for program in programs]
+        assert cells == [both(r, 3) if "sustained" in r else f"{r['burst']:.3f}" for r in found]
+
+
+def test_separate_products_have_the_times_of_the_record():
+    times = collections.defaultdict(dict)
+    for r in records("h200/encoder_variants"):
+        if "regime" in r:
+            times[r["encoder"], r["images"], r["variant"]][r["regime"]] = r["milliseconds"]
+    variants = {
+        "one product": "default",
+        "three products": "default, three",
+        "one product, cuBLAS": "cublas",
+        "three products, cuBLAS": "cublas, three",
+        "the same with cuDNN's layer norms": "cublas, three, cudnn norm",
+        "the same with a layer norm that reads x once (variance from sums of x and x²)": (
+            "cublas, three, one-pass norm"
+        ),
+    }
+    columns = [("B/16 224", 1, 3), ("B/16 224", 64, 2), ("B/16 224", 512, 1)]
+    columns.append(("So400m/14 384", 64, 1))
+    rows = rows_of("docs/experiments/encoder.md", "Separate products for q, k and v")[2:]
+    assert [row[0] for row in rows] == [*variants]
+    for name, *cells in rows:
+        for (encoder, images, digits), cell in zip(columns, cells, strict=True):
+            found = times.get((encoder, images, variants[name]))
+            assert cell == (both(found, digits) if found else "")
+
+
+def test_clip_and_dinov2_have_the_times_of_the_record():
+    contenders = {
+        "this encoder, epilogues by cuBLAS": BY_CUBLAS,
+        "the same with the tanh GELU": "this encoder with the tanh GELU",
+        "the same with the convolution": "this encoder with the convolution",
+        "this encoder without the option": IN_JIT,
+        COMPILED: COMPILED,
+        "the same with CUDA graphs": f"{COMPILED}, reduce-overhead",
+    }
+    heading = "CLIP and DINOv2 against torch.compile"
+    (_, *columns), _, *rows = rows_of("docs/experiments/encoder.md", heading)
+    rows = rows[: len(contenders)]
+    assert [row[0] for row in rows] == [*contenders]
+    # The first record counts: one image was measured again with CUDA graphs.
+    first = {}
+    for r in records("h100/encoder_peers"):
+        if "contender" in r:
+            first.setdefault((r["encoder"], r["images"], r["contender"]), r)
+    for name, *cells in rows:
+        for column, cell in zip(columns, cells, strict=True):
+            family, images = re.match(r"(\w+), (\d+)", column).groups()
+            contender = contenders[name]
+            if name == COMPILED and images == "512":
+                contender += ", max-autotune"
+            found = first.get((f"{family} B/16 224", int(images), contender))
+            digits = 1 if images == "512" else 2
+            assert cell.replace("*", "") == (both(found, digits) if found else "")
 
 
 def test_embed_on_two_gpus_has_the_rates_of_the_records():
@@ -262,3 +419,208 @@ def test_nvimagecodec_has_the_rates_of_the_records():
         (own, embed, "cores"),
     ):
         assert cells == [f"{found[n]['rate']:.0f} ({found[n][used]:.1f})" for n in counts]
+
+
+def test_the_versions_of_embed_have_the_rates_of_their_records():
+    host, device = "--resize host", "--resize device"
+    many = f"{device} --batch 128"
+    # For each table the versions and options of its columns.
+    tables = {
+        "before, on the host": [
+            [("3d9dd7f", host)],
+            [("17ba681", host)],
+            [("17ba681", device)],
+            [("17ba681", many)],
+        ],
+        "before all of this (3d9dd7f)": [
+            [("3d9dd7f", host)],
+            [("746551f", device), ("746551f", many)],
+            [("0550a3d", device), ("56a61fb", device)],
+        ],
+        "before (3d9dd7f)": [[("3d9dd7f", host)], [("f56f8e4", "")]],
+    }
+    forms = {"JPEG": "jpeg", "tars": "tar", "tars,": "tar", "parquet": "parquet"}
+    runs = [r for r in records("h200/resizing") if r["kind"] == "embed"]
+    rows = rows_of("docs/experiments/embed.md", "One process")
+    compared = 0
+    for header, columns in tables.items():
+        start = 2 + next(i for i, row in enumerate(rows) if row[1] == header)
+        body = itertools.takewhile(lambda row: row[0].split()[0] in forms, rows[start:])
+        for name, *cells in body:
+            for versions, cell in zip(columns, cells, strict=True):
+                for part in filter(None, cell.split("; ")):
+                    rate, used, cpu = re.fullmatch(CELL, part).groups()
+                    (found,) = (
+                        r
+                        for r in runs
+                        if f"{r['rate']:.0f}" == rate and r["form"] == forms[name.split()[0]]
+                        if (r["commit"], r["options"]) in versions
+                    )
+                    assert (found["encoder"], found["allowed"]) == ("B/16 224", 16)
+                    assert used == f"{found['cores']:.1f}"
+                    assert cpu is None or cpu == f"{1e3 * found['cores'] / found['rate']:.2f}"
+                    compared += 1
+    assert compared == 9 + 8 + 5
+
+
+def test_embed_on_h100s_has_the_rates_of_the_record():
+    commits, commit = collections.defaultdict(list), ""
+    for r in records("h100/embedding"):
+        if r["kind"] == "run":
+            commit = re.search(r"commit (\w+)", r["versions"])[1]
+        elif r["kind"] == "embed":
+            commits[commit].append(r)
+    runs = {(r["encoder"], r["place"]): r for r in commits["693a4ce"] if r["busy"] is not None}
+    rows = rows_of("docs/experiments/embed.md", "Pictures per second")[2:6]
+    for (name, *rates), (_, *used) in itertools.batched(rows, 2):
+        encoder = name.split("**")[1]
+        one = runs[encoder, "one"]["rate"]
+        for place, rate, cell in zip(("one", "all", "each"), rates, used, strict=True):
+            found = runs[encoder, place]
+            digits = 3 if encoder.startswith("So") else 2
+            part = "" if place == "one" else f" ({found['rate'] / 2 / one:.{digits}f})"
+            assert rate == f"{found['rate']:.0f}{part}"
+            allowed = found["allowed"]
+            assert cell == f"{found['busy']:.0%}; {found['cores']:.1f} of {allowed}"
+
+
+# Milliseconds, and the ratios of other times to it, of kernels that cut images.
+PEERS = (
+    ("patchify + cuda", "int8"),
+    ("patchify + cuda", "float8_e4m3fn"),
+    ("patchify + jnp.dot + positions", "bfloat16"),
+    ("convolution + positions", "bfloat16"),
+)
+
+
+def cut_images(folder):
+    """Returns cells of docs/experiments/cuda.md by shape, number of images and regime."""
+    times = collections.defaultdict(dict)
+    for r in records(f"{folder}/image_shapes"):
+        if r["kind"] == "time" and r["pixels"] == "random":
+            key = r["shape"], r["images"], r["regime"]
+            times[key][r["contender"], r["dtype"]] = r["milliseconds"]
+
+    def cell(found, digits):
+        kernel = found["cuda, cut by the kernel", "int8"]
+        ratios = [found[peer] / kernel if peer in found else None for peer in PEERS]
+        written = [
+            "-" if x is None else f"{x:.{n}f}" for x, n in zip(ratios, (2, 2, 1, 0), strict=True)
+        ]
+        return f"{kernel:.{digits}f}: {', '.join(written)}"
+
+    return {
+        key: cell(found, 3 if key[1] == 4736 else 4)
+        for key, found in times.items()
+        if ("cuda, cut by the kernel", "int8") in found
+    }
+
+
+def test_kernels_that_cut_images_have_the_times_of_the_records():
+    h200, h100 = cut_images("h200"), cut_images("h100")
+    rows = rows_of("docs/experiments/cuda.md", "What it takes")
+    found = h200
+    compared, shape = 0, ""
+    for name, *cells in rows:
+        if name == "shape" and cells == ["4736 images"]:
+            found = h100
+        if name == "the same, sustained":
+            assert cells == [h100[shape, 4736, "sustained"]]
+            compared += 1
+        elif len(cells) == 1 and ": " in cells[0]:
+            shape = name
+            assert cells == [h100[shape, 4736, "burst"]]
+            compared += 1
+        elif len(cells) == 4 and ": " in cells[0]:
+            assert cells == [found[name, images, "burst"] for images in (1, 8, 64, 512)]
+            compared += 4
+    assert compared == 4 * (10 + 2) + 11 + 2
+
+
+def test_the_barrier_has_the_times_of_the_record():
+    times = {
+        (r["shape"], r["images"], r["dtype"]): r["microseconds"]
+        for r in records("h100/xla_barrier")
+        if r["kind"] == "forms"
+    }
+    names = "xla", "no barrier", "jnp.dot + positions"
+    dtypes = {"bfloat16": "bfloat16", "float8": "float8_e4m3fn", "int8": "int8"}
+    rows = [
+        r
+        for r in rows_of("docs/experiments/xla.md", "The barrier after the product")
+        if " image" in r[0]
+    ]
+    assert len(rows) == 9
+    for problem, _, *cells in rows:
+        shape, images, of = problem.split(", ")
+        found = [times[shape, int(images.split()[0]), dtypes[dtype]] for dtype in of.split("; ")]
+        for name, cell in zip(names, cells, strict=True):
+            digits = 0 if "64 images" in problem else 1
+            assert cell == "; ".join(f"{r[name][0]:.{digits}f}" for r in found)
+
+
+def test_triton_has_the_times_of_the_record():
+    times = operator_times("h200/results")
+    heading = "Against other backends"
+    rows = rows_of("docs/experiments/triton.md", heading)
+    first = next(i for i, row in enumerate(rows) if row[0] == "4736")
+    columns = [("patches", name) for name in ("triton", "xla", "jnp.dot + positions")]
+    names = "triton", "patchify + triton", "xla", "mosaic_sm90", "cuda"
+    columns += [("images", name) for name in names]
+    columns += [("images", f"{name} + positions") for name in ("patchify + jnp.dot", "convolution")]
+    for row, dtype in zip(rows[first:], ("int8", "float8_e4m3fn", "bfloat16"), strict=False):
+        found = [times[source, name, dtype, "random"]["burst"] for source, name in columns]
+        assert row[2:] == [f"{1e3 * x:.0f}" for x in found]
+
+
+def test_the_costs_of_tmas_rows_are_those_of_the_record():
+    cycles = collections.defaultdict(list)
+    for r in records("h200/tma_rows"):
+        cycles[r["rows"], r["cluster"]].append((r["images"], r))
+    names = {
+        "im2col, 48 bytes": "im2col 48",
+        "im2col, 96": "im2col 96",
+        "im2col, 192": "im2col 192",
+        "im2col, 224": "im2col 224",
+        "im2col, 336": "im2col 336",
+        "tiled, lines": "lines",
+    }
+    compared = 0
+    for name, *cells in rows_of("docs/experiments/cuda.md", "Cost of TMA's rows"):
+        for rows in (names[start] for start in names if name.startswith(start)):
+            few, many = (r for _, r in sorted(cycles[rows, 1], key=lambda x: x[0]))
+            clusters = [max(cycles[rows, n], key=lambda x: x[0])[1] for n in (2, 4)]
+            found = [few["cycles_a_load_one"]]
+            found += [r["cycles_a_load_all"] for r in (few, many, *clusters)]
+            assert cells == [f"{x:.0f}" for x in found]
+            compared += 1
+    assert compared == len(names)
+
+
+def test_the_same_measurements_later_have_the_ratios_of_the_records():
+    measured = [r for r in records("h200/two_trees") if r["kind"] == "two trees"]
+    spreads = [
+        f"{max(r['spread'] for r in measured if r['regime'] == regime):.1%}"
+        for regime in ("burst", "sustained")
+    ]
+    page = prose("docs/experiments/repeated.md")
+    assert f"on the H200 up to {spreads[0]} in bursts and up to {spreads[1]} sustained" in page
+
+    def ratios(**wanted):
+        return [r["ratio"] for r in measured if all(r[name] in of for name, of in wanted.items())]
+
+    operator = "patches", "images", "patchify"
+    rows = dict(rows_of("docs/experiments/repeated.md", "The same measurements later")[2:7])
+    many = ratios(what=operator, images=[4736], regime=["burst"], pixels=["random"])
+    sustained = ratios(what=operator, images=[4736], regime=["sustained"])
+    few = ratios(what=operator, images=[64], regime=["burst", "cold"])
+    encoders = [span(ratios(what=["encoder"], regime=[r]), 3) for r in ("burst", "sustained")]
+    for name, stated in rows.items():
+        if name.startswith("4736 images, burst: 25"):
+            assert (len(many), stated) == (25, span(many, 3))
+        elif name.startswith("4736"):
+            assert stated == ", ".join(f"{x:.3f}" for x in sustained)
+        elif name.startswith("64 images"):
+            assert stated == span(few, 3)
+        elif name.startswith("encoders"):
+            assert stated == "; ".join(encoders)
