@@ -230,7 +230,7 @@ def run(
         def folder_for(embedder: AnyEmbedder) -> Folder:
             return Folder(out, provenance_for(embedder), embedder.width, kept, progress.say)
 
-        def embedder_for(checkpoint: str | Path) -> Embedder:
+        def embedder_for(checkpoint: str | Path, encoder_options: dict[str, Any]) -> Embedder:
             embedder = Embedder(checkpoint, **encoder_options)
             if to_npz and None in embedder.shape:
                 raise ValueError(
@@ -251,7 +251,7 @@ def run(
             if texts:
                 embedder = TextEmbedder(checkpoint, **text_options)
             else:
-                embedder = embedder_for(checkpoint)
+                embedder = embedder_for(checkpoint, encoder_options)
             output: Output
             if to_npz:
                 output = Npz(Path(out), provenance_for(embedder))

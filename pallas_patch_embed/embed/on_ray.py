@@ -23,7 +23,13 @@ import numpy as np
 from pallas_patch_embed.base.child import safe_paths
 from pallas_patch_embed.base.files import new_partial
 from pallas_patch_embed.embed.changes import Changes
-from pallas_patch_embed.embed.embedder import BATCH, Embedder, column, why_not_written
+from pallas_patch_embed.embed.embedder import (
+    BATCH,
+    BATCH_ON_CPU,
+    Embedder,
+    column,
+    why_not_written,
+)
 from pallas_patch_embed.embed.folder import EMBEDDINGS, ERRORS, SHARD_BYTES, SHARD_ROWS, Folder
 from pallas_patch_embed.embed.ledger import Snapshot, State
 from pallas_patch_embed.embed.options import Options
@@ -284,7 +290,7 @@ def run(
     units: list[Unit],
     checkpoint: str,
     encoder_options: dict[str, Any],
-    embedder_for: Callable[[str], Embedder],
+    embedder_for: Callable[[str, dict[str, Any]], Embedder],
     output_for: Callable[[Embedder], Folder],
     progress: Progress,
     options: Options,
@@ -295,7 +301,7 @@ def run(
       units: units of pictures. They and the checkpoint must have the same paths on all nodes.
       checkpoint: as for `Embedder`.
       encoder_options: further arguments of `Embedder`.
-      embedder_for: function that makes the embedder for a checkpoint.
+      embedder_for: function that makes the embedder for a checkpoint and such arguments.
       output_for: function that makes the output for an embedder.
       progress: the progress that every shard updates.
       options: the options of the run, with the address of the cluster.
@@ -308,9 +314,11 @@ def run(
     """
     assert options.ray is not None
     connect(options.ray)
+    if encoder_options["batch"] is None:  # The output records it, so all runs have the same one.
+        encoder_options = encoder_options | {"batch": BATCH if _gpus() else BATCH_ON_CPU}
     # The driver uses this embedder only for its attributes, and leaves the GPUs to the actors.
     jax.config.update("jax_platforms", "cpu")
-    embedder = embedder_for(checkpoint)
+    embedder = embedder_for(checkpoint, encoder_options)
     block = options.batch or BLOCK
     # A task has the embeddings of a shard in memory.
     rows = min(SHARD_ROWS, max(1, SHARD_BYTES // embedder.most_bytes))
@@ -318,6 +326,13 @@ def run(
         arguments = (checkpoint, encoder_options, embedder.preprocessing, block, rows)
         _fill(output, units, *arguments, Changes.of(options), progress)
         return output.finish()
+
+
+def _gpus() -> int:
+    """Returns the number of GPUs of the cluster. If there are any, each has an actor."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def _fill(
@@ -348,7 +363,7 @@ def _fill(
     done = output.ledger.snapshot()
     if all(isinstance(unit, Files) for unit in units):
         progress.total = sum(len(unit.files) for unit in units if isinstance(unit, Files))
-    gpus = int(ray.cluster_resources().get("GPU", 0))
+    gpus = _gpus()
     cpus = int(ray.cluster_resources().get("CPU", 1))
     output_files = Write(output.url, output.embedding_dtype, output.kept, output.about)
     written = (

@@ -4,6 +4,7 @@ The extra `test-cluster` installs what these tests need. moto's server on the lo
 stands in for S3.
 """
 
+import json
 import os
 import re
 import signal
@@ -347,6 +348,30 @@ def test_patches_are_the_same_on_a_cluster(tmp_path, cluster, nodes, name, outpu
     for path in (tmp_path / "out" / "embeddings").iterdir():
         assert pyarrow.parquet.read_metadata(path).num_rows <= 3
     assert shards(tmp_path / "out", "__errors")["id"] == [str(photographs / "bad.png")]
+
+
+def test_the_default_batch_is_that_of_the_cluster_and_stays(tmp_path, cluster, nodes):
+    """The actors compute on GPUs that the driver does not have; Ray only counts them here."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+
+    def embedded(*names):
+        for name in names:
+            (pictures / f"{name}.png").write_bytes(encoded(name))
+        command = [*COMMAND, "--checkpoint", checkpoint(MODEL), pictures, "--out", tmp_path / "out"]
+        command += ["--ray", cluster.address]
+        result = subprocess.run([*map(str, command)], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return json.loads((tmp_path / "out" / "_manifest.json").read_text())["batch"]
+
+    gpus = cluster.add_node(num_cpus=2, num_gpus=1)
+    try:
+        assert embedded(1, 2, 3) == embedder.BATCH
+    finally:
+        cluster.remove_node(gpus)
+    assert embedded(4, 5) == embedder.BATCH
+    files = [(str(path), path.read_bytes()) for path in pictures.iterdir()]
+    assert_same(by_id(tmp_path / "out"), expected(files, batch=embedder.BATCH))
 
 
 def test_an_address_where_nothing_answers_is_refused_at_once(tmp_path, pictures):
