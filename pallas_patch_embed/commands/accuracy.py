@@ -21,6 +21,7 @@ from pallas_patch_embed.embed import sources
 from pallas_patch_embed.embed.embedder import Decoder
 from pallas_patch_embed.embed.parquet import pictures_of
 from pallas_patch_embed.embed.pictures import reason
+from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.encoders.calibration import (
     FILE,
     Calibration,
@@ -30,7 +31,7 @@ from pallas_patch_embed.encoders.calibration import (
     encode,
     is_calibration,
 )
-from pallas_patch_embed.encoders.checkpoint import calibration_beside, load_encoder
+from pallas_patch_embed.encoders.checkpoint import calibration_beside, load_encoder_for_side
 from pallas_patch_embed.encoders.encoder import described_layers
 from pallas_patch_embed.encoders.hub import find_checkpoint
 
@@ -38,6 +39,9 @@ type Array = npt.NDArray[Any]
 
 # The text in the header of a PNG by which the command recognizes its own pictures.
 CREATOR = "pallas-patch-embed accuracy"
+
+# Where a calibration of this command is from.
+SOURCE = "every second picture given to `accuracy`"
 
 # Pictures that are drawn, those with the smallest cosine.
 WORST = 6
@@ -117,9 +121,12 @@ def add_parser(commands: Any) -> None:
         "--min-cosine",
         type=float,
         help="mean cosine for which layers stay in bfloat16, such as 0.9998; 0 for none (default: "
-        "one that causes more than half of the distance)",
+        "those that cause more than 40%% of the distance)",
     )
     parser.add_argument("--size", type=int, help="side of the images in pixels")
+    parser.add_argument(
+        "--allow-truncated", action="store_true", help="compare pictures whose end is missing"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -141,26 +148,40 @@ def run(arguments: argparse.Namespace) -> int:
     sources.check(arguments.pictures)
     check_devices()
     checkpoint = find_checkpoint(arguments.checkpoint)
-    names, images = read(arguments.pictures, Decoder.of(checkpoint, arguments.size))
-    load = functools.partial(load_encoder, checkpoint, image_size=arguments.size)
-    exact = load(dtype="float32", patch_dtype="float32")
-    calibration, compared = calibration_for(arguments, checkpoint, exact, images)
-    if arguments.save_calibration is not None:
-        calibration.save(arguments.save_calibration)
-        print(f"Wrote {printable(arguments.save_calibration)}.")
-    names, images = names[compared], [images[i] for i in np.arange(len(images))[compared]]
+    preprocessing = dataclasses.replace(
+        Decoder.of(checkpoint, arguments.size).preprocessing,
+        allow_truncated=arguments.allow_truncated,
+    )
+    names, images = read(arguments.pictures, preprocessing)
+    file, first = arguments.calibration, []
+    beside = calibration_beside(checkpoint)
+    if file is None and arguments.save_calibration is None and beside.is_file():
+        file = beside
+    if file is None:
+        names, images, first = names[1::2], images[1::2], images[::2]
     if len(images) < 3:
         raise ValueError(
             f"accuracy: {len(images)} of the pictures can be compared, expected at least 3. Give "
             "6, of which every second one calibrates, or --calibration and 3."
         )
+    load = functools.partial(load_encoder_for_side, checkpoint, arguments.size)
+    exact = load("float32", dtype="float32")
+    if file is not None:
+        calibration = Calibration.load(file)
+    else:
+        given = first if exact.config.naflex else np.stack(first)
+        found = calibrate(exact, given, dtype=arguments.dtype)
+        calibration = dataclasses.replace(found, source=SOURCE)
+    if arguments.save_calibration is not None:
+        calibration.save(arguments.save_calibration)
+        print(f"Wrote {printable(arguments.save_calibration)}.")
     wanted = encode(exact, images)
     results = []
     for dtype in ("bfloat16", arguments.dtype):
         options: dict[str, Any] = {}
         if dtype in EIGHT_BITS:
             options = dict(calibration=calibration, min_cosine=arguments.min_cosine)
-        encoder = load(dtype=dtype, **options)
+        encoder = load(None, dtype=dtype, **options)
         layers = described_layers(encoder.blocks)
         results.append(Accuracy.of(dtype, encode(encoder, images), wanted, layers))
     print(
@@ -185,7 +206,7 @@ def _check_saved(arguments: argparse.Namespace) -> None:
     check_place(path, f"{what} is {printable(path)}", is_calibration)
 
 
-def read(pictures: Sequence[str], decoder: Decoder) -> tuple[Array, list[Array]]:
+def read(pictures: Sequence[str], preprocessing: Preprocessing) -> tuple[Array, list[Array]]:
     """Returns the names and images of all pictures; says which cannot be read."""
 
     def say(name: str, why: str) -> None:
@@ -195,27 +216,11 @@ def read(pictures: Sequence[str], decoder: Decoder) -> tuple[Array, list[Array]]
     for unit in sources.find(pictures, sources.Columns(), say):
         for picture in pictures_of(unit):
             try:
-                images.append(decoder.preprocessing.image(picture.in_memory()))
+                images.append(preprocessing.image(picture.in_memory()))
                 names.append(os.path.basename(picture.id))
             except Exception as error:  # Pillow raises many kinds of errors.
                 say(picture.id, reason(error))
     return np.array(names, object), images
-
-
-def calibration_for(
-    arguments: argparse.Namespace, checkpoint: Path, exact: Any, images: list[Array]
-) -> tuple[Calibration, slice]:
-    """Returns the calibration, and which images are compared: none of those that calibrated."""
-    beside, saves = calibration_beside(checkpoint), arguments.save_calibration is not None
-    if arguments.calibration is not None or (beside.is_file() and not saves):
-        return Calibration.load(arguments.calibration or beside), slice(None)
-    first = images[::2]
-    if not first:
-        raise ValueError("accuracy: no picture could be read, expected at least 6.")
-    source = "every second picture given to `accuracy`"
-    given = first if exact.config.naflex else np.stack(first)
-    found = calibrate(exact, given, dtype=arguments.dtype)
-    return dataclasses.replace(found, source=source), slice(1, None, 2)
 
 
 def is_own(path: Path) -> bool:
@@ -246,6 +251,7 @@ def draw(path: Path, names: Array, images: list[Array], results: Sequence[Accura
         axis.set_axis_off()
     for axis, i in zip(axes, worst):
         axis.imshow(images[i])
-        axis.set_title(f"{results[-1].cosines[i]:.5f}\n{names[i][:20]}", fontsize=9)
+        title = f"{results[-1].cosines[i]:.5f}\n{names[i][:20]}"
+        axis.set_title(title, fontsize=9, parse_math=False)
     with written_atomically(path) as file:
         figure.savefig(file, format="png", dpi=110, metadata={"Creator": CREATOR})

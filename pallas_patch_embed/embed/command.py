@@ -211,7 +211,7 @@ def run(
                 packed=row is not None,
                 dtype=options.dtype,
                 calibration_sha256=options.calibration and file_sha256(Path(options.calibration)),
-                min_cosine=options.min_cosine,
+                min_cosine=None if options.min_cosine is None else float(options.min_cosine),
                 scales_sha256=scales_sha256(embedder.encoder),
             )
             # On a cluster the driver does not know the devices.

@@ -26,7 +26,7 @@ from jax.interpreters.xla import apply_primitive
 
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.chips import Target, cuda_is_installed
-from pallas_patch_embed.base.levels import to_levels
+from pallas_patch_embed.base.levels import not_differentiated, refuse_gradient, to_levels
 from pallas_patch_embed.layers import attention_sm90
 from pallas_patch_embed.layers.attention_sm90 import Config, Shape
 
@@ -176,7 +176,7 @@ def formula(
 
 def _rounded(y: jax.Array, levels: str) -> jax.Array:
     """Rounds y to 8 bits if `levels` names their dtype."""
-    return to_levels(y.astype(jnp.float32), levels) if levels else y
+    return to_levels(not_differentiated(y).astype(jnp.float32), levels) if levels else y
 
 
 def prefix_mask(lengths: jax.Array, S: int) -> jax.Array:
@@ -271,14 +271,16 @@ def _result_type(*operands, **static):
 
 
 def _differentiate(primals, tangents, longest, levels):
+    if levels:
+        refuse_gradient()
     (q, k, v, *more), tangents = primals, map(ad.instantiate_zeros, tangents[:3])
 
     def function(q, k, v):
         if longest is not None:
-            return formula(q, k, v, *more, longest=longest, levels=levels)
+            return formula(q, k, v, *more, longest=longest, levels="")
         # cuDNN's attention has no derivative in forward mode.
         lengths = more[0] if more else None
-        return _rounded(_by_jax(q, k, v, lengths=lengths, fused=False), levels)
+        return _by_jax(q, k, v, lengths=lengths, fused=False)
 
     return jax.jvp(function, (q, k, v), tuple(tangents))
 

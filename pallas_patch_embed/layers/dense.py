@@ -24,6 +24,8 @@ from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.dtypes import EIGHT_BITS
+from pallas_patch_embed.base.levels import refuse_gradient
 from pallas_patch_embed.base.problem import LEVELS, Epilogue, Problem
 
 # In bfloat16, where XLA has cuBLAS, the kernel was measured for a GPU of this capability, and to be
@@ -36,6 +38,11 @@ CAPABILITY, FEWEST_ROWS, MOST_ROWS = (9, 0), 196, 4 * 729
 # With more rows the kernel is faster than cuBLAS only with its widest tiles: their columns, rows of
 # a consumer, and consumers. 512 images of B/16 take 32.96 ms with them instead of 34.38.
 WIDEST = (192, 128, 2)
+
+DTYPES = (*EIGHT_BITS, "bfloat16", "float32")
+
+# Products of two int8 whose sum int32 holds.
+MOST_PRODUCTS = (2**31 - 1) // 128**2
 
 dense_p = Primitive("dense")
 dense_p.multiple_results = True
@@ -61,7 +68,8 @@ def dense(
                   + residual[m, n]
 
     Args:
-      x: [..., S, K] int8, float8_e4m3fn or bfloat16, with K a multiple of 128 bytes for a kernel.
+      x: [..., S, K] int8, float8_e4m3fn or bfloat16, with K a multiple of 128 bytes for a kernel;
+        or float32, for which there is none.
       weight: [N, K] of the same dtype.
       scale, bias: [N] float32.
       activation: one of `ACTIVATIONS`; empty for none.
@@ -77,11 +85,26 @@ def dense(
 
     Returns:
       [..., S, N] bfloat16, or of the dtype of x with `levels`; a tuple of them for parts.
+
+    Raises:
+      TypeError, ValueError: an operand has another shape or dtype, there is no such activation, or
+        int32 cannot hold the sum of K products of int8.
     """
     factor, shift = (None, None) if levels is None else levels
     has_parts = weight.ndim == 4
     if has_parts and residual is not None:
         raise ValueError("dense: a residual cannot be added to the results of several parts.")
+    if activation and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"dense: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}, or ''."
+        )
+    of_rows = {"row_scale": (row_scale, ()), "residual": (residual, weight.shape[-2:-1])}
+    of_columns = {"scale": scale, "bias": bias, "levels' factor": factor, "levels' shift": shift}
+    _check(x, weight, of_rows, of_columns, has_layers=layer is not None)
+    if not scaled and (x.dtype != jnp.bfloat16 or row_scale is not None or levels is not None):
+        raise ValueError("dense: without scales x is bfloat16, without row_scale and levels.")
+    if levels is not None and x.dtype.name not in EIGHT_BITS:
+        raise ValueError(f"dense: levels are for x in 8 bits, but x is {x.dtype}.")
     if layer is not None and not has_parts:
         weight, scale, bias, factor, shift = (
             None if value is None else jnp.expand_dims(value, 1)
@@ -99,6 +122,53 @@ def dense(
     others = (given[name] for name in epilogue.operands)
     found = dense_p.bind(x, weight, scale, bias, *others, epilogue=epilogue, scaled=scaled)
     return tuple(found) if has_parts else found[0]
+
+
+def _check(
+    x: Any,
+    weight: Any,
+    of_rows: dict[str, tuple[Any, tuple[int, ...]]],
+    of_columns: dict[str, Any],
+    *,
+    has_layers: bool,
+) -> None:
+    """Checks the shapes and dtypes of `dense`.
+
+    Args:
+      of_rows: operands with the rows of x, and their shapes behind these.
+      of_columns: operands with the columns of each layer and part, in float32.
+      has_layers: whether the weight is that of several layers.
+
+    Raises:
+      TypeError, ValueError: an operand has another dtype or shape.
+    """
+
+    def check(name: str, given: Any, dtype: Any, shape: tuple[int, ...]) -> None:
+        if given.dtype != dtype:
+            raise TypeError(f"dense: {name} is {given.dtype}, expected {jnp.dtype(dtype)}.")
+        if given.shape != shape:
+            raise ValueError(f"dense: {name} has the shape {given.shape}, expected {shape}.")
+
+    if x.dtype.name not in DTYPES:
+        raise TypeError(f"dense: x is {x.dtype}, expected one of {', '.join(DTYPES)}.")
+    if x.ndim < 2 or weight.ndim not in ((3, 4) if has_layers else (2,)):
+        wanted = "[layers, N, K] or [layers, parts, N, K]" if has_layers else "[N, K]"
+        raise ValueError(
+            f"dense: x has the shape {x.shape} and weight {weight.shape}, expected [..., S, K] and "
+            f"{wanted}."
+        )
+    *rows, K = x.shape
+    *parts, N, _ = weight.shape
+    check("weight", weight, x.dtype, (*parts, N, K))
+    if x.dtype == jnp.int8 and K > MOST_PRODUCTS:
+        raise ValueError(f"dense: K is {K}, expected at most {MOST_PRODUCTS} for int8.")
+    for name, (operand, columns) in of_rows.items():
+        if operand is not None:
+            dtype = jnp.bfloat16 if columns else jnp.float32
+            check(name, operand, dtype, (*rows, *columns))
+    for name, operand in of_columns.items():
+        if operand is not None:
+            check(name, operand, jnp.float32, (*parts, 1 if "shift" in name else N))
 
 
 def problem_of(x: Any, weight: Any, epilogue: Epilogue) -> Problem:
@@ -164,9 +234,12 @@ def _result_type(*operands, **static):
     return jax.make_jaxpr(functools.partial(_formula, **static))(*operands).out_avals
 
 
-def _differentiate(primals, tangents, **static):
+def _differentiate(primals, tangents, *, epilogue, scaled):
+    if epilogue.levels:
+        refuse_gradient()
     tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(functools.partial(_formula, **static), primals, tangents)
+    function = functools.partial(_formula, epilogue=epilogue, scaled=scaled)
+    return jax.jvp(function, primals, tangents)
 
 
 ad.primitive_jvps[dense_p] = _differentiate

@@ -24,7 +24,7 @@ from jax.interpreters.xla import apply_primitive
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.dtypes import TABLE
-from pallas_patch_embed.base.levels import to_levels
+from pallas_patch_embed.base.levels import refuse_gradient, to_levels
 
 # Rows of a thread block: one for each of its four warps.
 ROWS = 4
@@ -210,11 +210,13 @@ def _result_types(*operands, **static):
 
 
 def _differentiate(primals, tangents, *, eps, levels):
+    if levels:
+        refuse_gradient()
     *primals, layer = primals
     tangents = tuple(map(ad.instantiate_zeros, tangents[:-1]))
 
     def of_layer(x, scale, bias):
-        return formula(x, scale, bias, layer, eps=eps, levels=levels)
+        return formula(x, scale, bias, layer, eps=eps)
 
     return jax.jvp(of_layer, tuple(primals), tangents)
 

@@ -91,6 +91,12 @@ def test_the_manifest_records_dtype_calibration_and_scales(root, tmp_path):
     assert len(list((tmp_path / "out" / "embeddings").iterdir())) == 1
 
 
+def test_an_integer_is_recorded_as_the_number_that_it_is(root, tmp_path):
+    given = dict(dtype="int8", calibration=str(root / "first.safetensors"), min_cosine=0)
+    assert [embed(root, tmp_path / "out", **given) for _ in range(2)] == [0, 0]
+    assert isinstance(settings_of(tmp_path / "out")["min_cosine"], float)
+
+
 def test_float32_is_also_the_dtype_of_the_patches(root, tmp_path):
     assert embed(root, tmp_path / "out", dtype="float32") == 0
     assert settings_of(tmp_path / "out")["patch_dtype"] == "float32"

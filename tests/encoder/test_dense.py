@@ -360,3 +360,63 @@ def test_the_gradient_is_that_of_the_formula():
     found, expected = (jax.grad(f, (0, 1))(arrays["x"], arrays["weight"]) for f in (loss, wanted))
     for a, b in zip(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(residual=jnp.zeros((B, N, S), jnp.bfloat16)), ValueError, "residual has the shape"),
+        (dict(residual=jnp.zeros((B, S, N))), TypeError, "residual is float32, expected bfloat16"),
+        (dict(row_scale=jnp.ones((B, S, 1))), ValueError, "row_scale has the shape"),
+        (dict(scale=jnp.ones(1)), ValueError, r"scale has the shape \(1,\), expected"),
+        (dict(bias=jnp.ones((S, N))), ValueError, "bias has the shape"),
+        (dict(bias=jnp.ones(N, jnp.bfloat16)), TypeError, "bias is bfloat16, expected float32"),
+        (dict(levels=(jnp.ones(1), jnp.ones(1))), ValueError, "levels' factor has the shape"),
+        (dict(levels=(jnp.ones(N), jnp.ones(N))), ValueError, "levels' shift has the shape"),
+        (
+            dict(weight=jnp.ones((N, K), jnp.bfloat16)),
+            TypeError,
+            "weight is bfloat16, expected int8",
+        ),
+        (dict(weight=jnp.ones((N, K + 1), jnp.int8)), ValueError, "weight has the shape"),
+        (dict(x=jnp.ones((B, S, K), jnp.uint8)), TypeError, "x is uint8, expected one of"),
+        (
+            dict(x=jnp.ones(K, jnp.int8)),
+            ValueError,
+            r"x has the shape .*, expected \[\.\.\., S, K\]",
+        ),
+        (dict(activation="swish2"), ValueError, "activation is 'swish2', expected one of"),
+        (dict(scaled=False), ValueError, "without scales x is bfloat16"),
+        (dict(layer=jnp.int32(0)), ValueError, r"x has the shape .* \[layers, N, K\] or"),
+    ],
+)
+def test_wrong_operands_are_refused(changes, error, message):
+    arrays, _ = draw()
+    with pytest.raises(error, match=f"dense: {message}"):
+        dense(**(arrays | changes))
+
+
+def test_a_sum_that_int32_cannot_hold_and_levels_of_bfloat16_are_refused():
+    most = (2**31 - 1) // 128**2
+    one = jnp.ones(1)
+    x = jnp.full((1, most + 1), -128, jnp.int8)
+    assert dense(x[:, 1:], x[:, 1:], one, one).astype(int) == pytest.approx(
+        128**2 * most, rel=2**-8
+    )
+    with pytest.raises(
+        ValueError, match=f"dense: K is {most + 1}, expected at most {most} for int8"
+    ):
+        dense(x, x, one, one)
+    arrays, others = draw("bfloat16")
+    with pytest.raises(ValueError, match="levels are for x in 8 bits, but x is bfloat16"):
+        dense(**arrays, levels=others["levels"])
+
+
+def test_results_in_8_bits_have_no_derivative():
+    arrays, others = draw()
+
+    def loss(bias):
+        return dense(**(arrays | {"bias": bias}), levels=others["levels"]).astype(float).sum()
+
+    with pytest.raises(TypeError, match="have no derivative, because they round to levels"):
+        jax.grad(loss)(arrays["bias"])
