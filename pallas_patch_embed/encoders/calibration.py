@@ -298,7 +298,8 @@ def calibrate(
             stacklevel=2,
         )
         inputs = photographs(encoder.config)
-    inputs = jax.device_get(inputs)  # They may be split among devices along any axis.
+    if isinstance(inputs, jax.Array):  # It may be split among devices along any axis.
+        inputs = jax.device_get(inputs)
     exact = _in_float32(encoder)
     blocks = jax.device_get(exact.blocks)
     prepared = eight_bits.prepare(blocks, measured(exact, inputs), exact.config, dtype)

@@ -39,6 +39,7 @@ CAPABILITY, FEWEST_ROWS, MOST_ROWS = (9, 0), 196, 4 * 729
 # a consumer, and consumers. 512 images of B/16 take 32.96 ms with them instead of 34.38.
 WIDEST = (192, 128, 2)
 
+# The dtypes of x and weight.
 DTYPES = (*EIGHT_BITS, "bfloat16", "float32")
 
 # Products of two int8 whose sum int32 holds.
