@@ -21,6 +21,7 @@ from pallas_patch_embed.layers.resize import (
     columns_first,
     most_taps,
     padded,
+    padded_taps,
     resize,
     stacked,
     taps,
@@ -30,12 +31,16 @@ from pallas_patch_embed.layers.resize import (
 # largest one.
 CALL = 64
 
+# A program takes seconds to compile, and a picture takes microseconds. So a call uses a program for
+# larger pictures if that computes at most so many times as much.
+MOST_WORK = 2
+
 # Largest size in bytes of the pieces that are copied to a device, and what their number is a
 # multiple of. XLA copies an array that is not in pinned memory with one thread: 36 MB of pictures
 # took 6.2 ms as one array and 1.7 ms in eight pieces. To start the copy of a piece takes 50 us.
 MOST_PIECE, PIECES = 2**23, 8
 
-# Fewest bytes of the pictures in a program.
+# Fewest bytes of the pictures in a program. The number only grows, by powers of two.
 FEWEST = 2**20
 
 # Number of batches whose pictures may still be copied when the batch after them is decoded.
@@ -216,18 +221,43 @@ class _Step(NamedTuple):
     axes: tuple[Axis, Axis]
 
 
+class _Program(NamedTuple):
+    """A program that resizes pictures.
+
+    Attributes:
+      columns_first: as in `_Step`.
+      side: largest number of rows of a picture; of columns if these are resized first. The number
+        of the others changes nothing but the coefficients.
+      taps: number of coefficients for the rows and for the columns of a result.
+    """
+
+    columns_first: bool
+    side: int
+    taps: tuple[int, int]
+
+    def serves(self, other: "_Program") -> bool:
+        """Returns whether this program can do what the other one does."""
+        same = self.columns_first == other.columns_first and self.side >= other.side
+        return same and all(own >= needed for own, needed in zip(self.taps, other.taps))
+
+    def work(self, size: tuple[int, int]) -> int:
+        """Returns the products for each channel of an image of this size."""
+        (height, width), (vertical, horizontal) = size, self.taps
+        if self.columns_first:
+            return height * (width * horizontal + self.side * vertical)
+        return width * (height * vertical + self.side * horizontal)
+
+
 class _Call(NamedTuple):
     """Pictures that a program resizes together.
 
     Attributes:
-      shape: (height, width, 3) for which the program is compiled.
-      columns_first: as in `_Step`, of all of them.
+      program: the program.
       where: as for `resize`, on the device.
       axes: coefficients of the rows and of the columns.
     """
 
-    shape: tuple[int, int, int]
-    columns_first: bool
+    program: _Program
     where: jax.Array
     axes: list[Taps]
 
@@ -248,11 +278,17 @@ class _Calls(NamedTuple):
 
 # Folders often have pictures of one size, so the coefficients of some calls stay on the device.
 @functools.lru_cache(maxsize=8)
-def _coefficients(axes: Sequence[Axis], pictures: int, device: jax.Device) -> Taps:
-    """Returns the coefficients of an axis of several pictures, on a device."""
-    # Sizes with the same padded side have the same number of them, so there are few programs.
-    most = max(most_taps(padded(size), to, name) for size, to, name, *_ in axes)
-    return jax.device_put(stacked([taps(*axis) for axis in axes], pictures, most), device)
+def _coefficients(axes: Sequence[Axis], pictures: int, number: int, device: jax.Device) -> Taps:
+    """Returns so many coefficients of an axis of several pictures, on a device."""
+    return jax.device_put(stacked([taps(*axis) for axis in axes], pictures, number), device)
+
+
+def _number_of_taps(axes: Sequence[Axis]) -> int:
+    """Returns the number of coefficients of an axis of several pictures.
+
+    Sizes with the same padded side have the same number, so that there are few programs.
+    """
+    return padded_taps(max(most_taps(padded(size), to, name) for size, to, name, *_ in axes))
 
 
 class Resizer:
@@ -274,6 +310,9 @@ class Resizer:
         self._preprocessing, self._split = preprocessing, split
         self.size, self._filter = preprocessing.size, _filter(preprocessing)
         self._ever_columns_first = _order_of_pillow()
+        # The programs that calls have used, and the number of bytes that they read.
+        self._programs: list[_Program] = []
+        self._bytes = FEWEST
         # What was copied to the devices in this batch and those before it.
         self._copies: collections.deque[list[jax.Array]] = collections.deque([[]])
         crop = preprocessing.crop
@@ -347,7 +386,12 @@ class Resizer:
         def order_of(i: int) -> bool:
             return steps[i].columns_first
 
-        order = sorted(range(len(shapes)), key=lambda i: (order_of(i), math.prod(shapes[i])))
+        def side_of(i: int) -> int:
+            return shapes[i][1 if order_of(i) else 0]
+
+        order = sorted(
+            range(len(shapes)), key=lambda i: (order_of(i), side_of(i), math.prod(shapes[i]))
+        )
         groups = [
             group
             for _, same in itertools.groupby(order, order_of)
@@ -356,33 +400,43 @@ class Resizer:
         B = min(CALL, len(shapes))
         calls, places = [], np.empty(len(shapes), np.int32)
         for number, group in enumerate(groups):
-            height, width = (padded(max(shapes[i][axis] for i in group)) for axis in (0, 1))
+            both = [tuple(steps[i].axes[axis] for i in group) for axis in (0, 1)]
+            rows, columns = map(_number_of_taps, both)
+            side = padded(max(map(side_of, group)))
+            program = self._program(_Program(order_of(group[0]), side, (rows, columns)))
             where = np.zeros((2, B), np.int32)
             where[:, : len(group)] = begins[list(group)], [shapes[i][1] for i in group]
             axes = [
-                _coefficients(tuple(steps[i].axes[axis] for i in group), B, device)
-                for axis in (0, 1)
+                _coefficients(each, B, number, device) for each, number in zip(both, program.taps)
             ]
             places[list(group)] = number * B + np.arange(len(group))
-            calls.append(
-                _Call((height, width, 3), order_of(group[0]), jax.device_put(where, device), axes)
-            )
+            calls.append(_Call(program, jax.device_put(where, device), axes))
         needed = max(int(begin) + math.prod(shape) for begin, shape in zip(begins, shapes))
         return _Calls(calls, jax.device_put(places, device), needed)
+
+    def _program(self, needed: _Program) -> _Program:
+        """Returns the program for a call: a new one if none serves with little more work."""
+        serving = (program for program in self._programs if program.serves(needed))
+        best = min(serving, key=lambda program: program.work(self.size), default=None)
+        if best is None or best.work(self.size) > MOST_WORK * needed.work(self.size):
+            self._programs.append(needed)
+            return needed
+        return best
 
     def _resized(self, pieces: list[jax.Array], calls: _Calls) -> jax.Array:
         """Starts to resize the pictures in these pieces."""
         pieces = [*pieces, *pieces[-1:] * (-len(pieces) % PIECES)]
-        # There are few programs, because the number of bytes is a power of two.
-        needed = max(FEWEST, calls.needed, len(pieces) * len(pieces[0]))
-        packed = _joined(pieces, size=1 << (needed - 1).bit_length())
+        needed = max(self._bytes, calls.needed, len(pieces) * len(pieces[0]))
+        self._bytes = 1 << (needed - 1).bit_length()
+        packed = _joined(pieces, size=self._bytes)
         parts = [
             resize(
                 packed,
                 call.where,
                 *call.axes,
-                shape=call.shape,
-                columns_first=call.columns_first,
+                # Only one of the sides changes the program.
+                shape=(call.program.side, call.program.side, 3),
+                columns_first=call.program.columns_first,
                 fill=self._fill,
             )
             for call in calls.calls

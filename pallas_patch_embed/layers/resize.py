@@ -29,9 +29,8 @@ from jax import lax
 # Number of bits of a coefficient after the point.
 BITS = 22
 
-# Sides in pixels to which pictures are padded on the device, so that there are few programs: at
-# most 81 for each order of the passes, two numbers of coefficients and size of the packed pictures.
-# A side of at least 128 pixels becomes at most 1.5 times as long, and 1.2 times on average over the
+# Sides in pixels to which pictures are padded on the device, so that there are few programs. A side
+# of at least 128 pixels becomes at most 1.5 times as long, and 1.2 times on average over the
 # logarithm of the side.
 SIDES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MOST_SIDE = SIDES[-1]
@@ -160,6 +159,11 @@ def most_taps(size: int, to: int, name: str) -> int:
     return min(size, math.ceil(2 * FILTERS[name][0] * max(size / to, 1)) + 1)
 
 
+def padded_taps(most: int) -> int:
+    """Returns the smallest of `TAPS` that is not smaller than this number of coefficients."""
+    return next(number for number in TAPS if number >= most)
+
+
 def stacked(parts: Sequence[Taps], pictures: int, most: int) -> Taps:
     """Stacks the coefficients of at most `pictures` pictures.
 
@@ -171,7 +175,7 @@ def stacked(parts: Sequence[Taps], pictures: int, most: int) -> Taps:
     Returns:
       `first` [pictures, results] and `taps` [pictures, K, results] with K from `TAPS`.
     """
-    K = next(number for number in TAPS if number >= most)
+    K = padded_taps(most)
     results = len(parts[0].first)
     found = Taps(
         np.zeros((pictures, results), np.int32), np.zeros((pictures, K, results), np.int32)

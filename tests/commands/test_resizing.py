@@ -102,6 +102,44 @@ def test_several_devices_resize_their_parts():
     assert len(set(whole)) == 2
 
 
+def test_pictures_of_many_sizes_need_few_programs(monkeypatch):
+    """A program serves smaller pictures unless that would be more than twice the work."""
+    monkeypatch.setattr(resizing, "_coefficients", lambda *_: None)
+    preprocessing = how(CenterCrop("shortest", (224, 224)), size=(224, 224))
+    resizer, rng = Resizer(preprocessing, split()), np.random.default_rng(0)
+    chosen = []
+
+    def program(needed, choose=resizer._program):
+        chosen.append((needed, choose(needed)))
+        return chosen[-1][1]
+
+    monkeypatch.setattr(resizer, "_program", program)
+    for _ in range(40):
+        shapes = [
+            (*np.exp(rng.uniform(3.5, np.log(MOST_SIDE), 2)).astype(int), 3) for _ in range(64)
+        ]
+        steps = [resizer._step(height, width, True) for height, width, _ in shapes]
+        resizer._calls(shapes, np.zeros(64, np.int32), steps, jax.devices()[0])
+    assert len({needed for needed, _ in chosen}) > 20 and len(resizer._programs) <= 16
+    for needed, found in chosen:
+        assert found.serves(needed) and found.side >= needed.side
+        assert found.work((224, 224)) <= resizing.MOST_WORK * needed.work((224, 224))
+
+
+def test_a_program_for_larger_pictures_gives_the_same_images():
+    """The pictures of later batches are smaller, or have fewer coefficients, or fewer bytes."""
+    resizer = Resizer(how(CROPS["shortest"]), split())
+    sizes = [[(256, 256), (200, 190)], [(250, 160), (180, 170)], [(190, 180), (150, 240)]]
+    for number, batch in enumerate(sizes):
+        pictures = [noise(10 * number + i, *size) for i, size in enumerate(batch)]
+        wanted = [how(CROPS["shortest"]).image(Content(encoded(picture))) for picture in pictures]
+        found = resizer.copy(pictures, [True] * len(pictures))()
+        np.testing.assert_array_equal(found, wanted)
+        if number == 0:
+            programs = list(resizer._programs)
+    assert resizer._programs == programs
+
+
 def test_batches_that_were_started_before_keep_their_pictures():
     """Pictures that were copied may be resized after those of later batches were copied."""
     sides = (20, 90, 40, 90, 30, 60)
