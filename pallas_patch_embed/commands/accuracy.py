@@ -121,7 +121,7 @@ def add_parser(commands: Any) -> None:
         "--min-cosine",
         type=float,
         help="mean cosine for which layers stay in bfloat16, such as 0.9998; 0 for none (default: "
-        "those that cause more than 40%% of the distance)",
+        "those that cause more than 45%% of the distance)",
     )
     parser.add_argument("--size", type=int, help="side of the images in pixels")
     parser.add_argument(

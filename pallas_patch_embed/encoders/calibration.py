@@ -57,10 +57,11 @@ FORMAT = "pallas_patch_embed.calibration.2"
 # Examples that are computed at a time, and those on which each layer's loss is measured.
 BATCH, MEASURED = 8, 16
 
-# The part of the distance for which a layer stays in bfloat16. With massive activations in one to
-# three blocks of small encoders the largest part was 0.38 to 0.76. Without, it was 0.09 to 0.30 in
-# encoders of 4 blocks and more, and 0.35 in a B/16 with random weights.
-TOO_MUCH = 0.4
+# The part of the distance for which a layer stays in bfloat16, and the part of what is left for
+# which the next one stays, too. With massive activations in one to three blocks of small encoders
+# the largest part was 0.38 to 0.76. Without, it was 0.09 to 0.30 in encoders of 4 blocks and more,
+# and 0.35 in a B/16 with random weights.
+TOO_MUCH, ALSO_TOO_MUCH = 0.45, 1 / 3
 
 # The crops of the repository's photographs: parts of the shorter side. 3 photographs have 30 crops.
 PARTS = (1.0, 0.6)
@@ -196,8 +197,8 @@ class Calibration:
         """Chooses the layers that stay in bfloat16.
 
         Without `min_cosine` a layer stays only if it causes more than `TOO_MUCH` of the distance,
-        as one with massive activations does; then the next one if it causes more than that of what
-        is left, and so on, at most as many as there are blocks.
+        as one with massive activations does. Then the next one stays if it causes more than
+        `ALSO_TOO_MUCH` of what is left, and so on, at most as many as there are blocks.
 
         With `min_cosine` those with the largest loss for each of their weights stay, as few as the
         mean cosine over the calibration's examples allows. The losses of layers add up, as the
@@ -207,11 +208,11 @@ class Calibration:
           ValueError: min_cosine is not a number in [0, 1), or bfloat16 does not reach it.
         """
         if min_cosine is None:
-            losses, worst = self.losses.copy(), set[Unit]()
-            while len(worst) < len(losses) and losses.max() > TOO_MUCH * losses.sum():
+            losses, worst, part = self.losses.copy(), set[Unit](), TOO_MUCH
+            while len(worst) < len(losses) and losses.max() > part * losses.sum():
                 block, layer = divmod(int(losses.argmax()), len(LAYERS))
                 worst.add((block, LAYERS[layer]))
-                losses[block, layer] = 0
+                losses[block, layer], part = 0, ALSO_TOO_MUCH
             return worst
         given = isinstance(min_cosine, numbers.Real) and not isinstance(min_cosine, bool)
         if not given or not 0 <= min_cosine < 1:

@@ -110,7 +110,7 @@ def load_encoder(
         the photographs of this package, with a warning.
       min_cosine: for 8 bits: layers stay in bfloat16, those that hurt most first, until the
         mean cosine of the calibration's pictures to float32 is expected to be this, such as 0.9998.
-        With 0 no layer stays. With None one stays only if it causes more than 40% of the distance.
+        With 0 no layer stays. With None one stays only if it causes more than 45% of the distance.
         The encoder's repr says which layers stay.
 
     Returns:
