@@ -121,7 +121,8 @@ def add_parser(commands: Any) -> None:
         "--min-cosine",
         type=float,
         help="mean cosine for which layers stay in bfloat16, such as 0.9998; 0 for none (default: "
-        "those that cause more than 45%% of the distance)",
+        "one that causes more than 45%% of the distance, then others that cause a third of the "
+        "rest)",
     )
     parser.add_argument("--size", type=int, help="side of the images in pixels")
     parser.add_argument(
@@ -165,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
             "6, of which every second one calibrates, or --calibration and 3."
         )
     load = functools.partial(load_encoder_for_side, checkpoint, arguments.size)
-    exact = load("float32", dtype="float32")
+    exact = load(patch_dtype="float32", dtype="float32")
     if file is not None:
         calibration = Calibration.load(file)
     else:
@@ -181,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
         options: dict[str, Any] = {}
         if dtype in EIGHT_BITS:
             options = dict(calibration=calibration, min_cosine=arguments.min_cosine)
-        encoder = load(None, dtype=dtype, **options)
+        encoder = load(patch_dtype=None, dtype=dtype, **options)
         layers = described_layers(encoder.blocks)
         results.append(Accuracy.of(dtype, encode(encoder, images), wanted, layers))
     print(

@@ -40,7 +40,7 @@ MOST_WORK = 2
 # took 6.2 ms as one array and 1.7 ms in eight pieces. To start the copy of a piece takes 50 us.
 MOST_PIECE, PIECES = 2**23, 8
 
-# Fewest bytes of the pictures in a program. The number only grows, by powers of two.
+# Fewest bytes of the pictures in a program.
 FEWEST = 2**20
 
 # Number of batches whose pictures may still be copied when the batch after them is decoded.
@@ -310,7 +310,8 @@ class Resizer:
         self._preprocessing, self._split = preprocessing, split
         self.size, self._filter = preprocessing.size, _filter(preprocessing)
         self._ever_columns_first = _order_of_pillow()
-        # The programs that calls have used, and the number of bytes that they read.
+        # The programs that calls have used, and the number of bytes that they read: a power of two
+        # that only grows, so that there are few programs.
         self._programs: list[_Program] = []
         self._bytes = FEWEST
         # What was copied to the devices in this batch and those before it.
@@ -415,7 +416,7 @@ class Resizer:
         return _Calls(calls, jax.device_put(places, device), needed)
 
     def _program(self, needed: _Program) -> _Program:
-        """Returns the program for a call: a new one if none serves with little more work."""
+        """Returns the program for a call, a new one if no other serves with little enough work."""
         serving = (program for program in self._programs if program.serves(needed))
         best = min(serving, key=lambda program: program.work(self.size), default=None)
         if best is None or best.work(self.size) > MOST_WORK * needed.work(self.size):

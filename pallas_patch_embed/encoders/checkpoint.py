@@ -110,8 +110,9 @@ def load_encoder(
         the photographs of this package, with a warning.
       min_cosine: for 8 bits: layers stay in bfloat16, those that hurt most first, until the
         mean cosine of the calibration's pictures to float32 is expected to be this, such as 0.9998.
-        With 0 no layer stays. With None one stays only if it causes more than 45% of the distance.
-        The encoder's repr says which layers stay.
+        With 0 no layer stays. With None one stays only if it causes more than 45% of the distance,
+        and then others that cause more than a third of the rest. The encoder's repr says which
+        layers stay.
 
     Returns:
       Encoder.

@@ -42,7 +42,7 @@ WIDEST = (192, 128, 2)
 # The dtypes of x and weight.
 DTYPES = (*EIGHT_BITS, "bfloat16", "float32")
 
-# Products of two int8 whose sum int32 holds.
+# The largest number of products of two int8 whose sum int32 always holds.
 MOST_PRODUCTS = (2**31 - 1) // 128**2
 
 dense_p = Primitive("dense")
@@ -99,9 +99,8 @@ def dense(
         raise ValueError(
             f"dense: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}, or ''."
         )
-    of_rows = {"row_scale": (row_scale, ()), "residual": (residual, weight.shape[-2:-1])}
-    of_columns = {"scale": scale, "bias": bias, "levels' factor": factor, "levels' shift": shift}
-    _check(x, weight, of_rows, of_columns, has_layers=layer is not None)
+    others = dict(row_scale=row_scale, residual=residual, factor=factor, shift=shift)
+    _check(x, weight, has_layers=layer is not None, scale=scale, bias=bias, **others)
     if not scaled and (x.dtype != jnp.bfloat16 or row_scale is not None or levels is not None):
         raise ValueError("dense: without scales x is bfloat16, without row_scale and levels.")
     if levels is not None and x.dtype.name not in EIGHT_BITS:
@@ -120,36 +119,21 @@ def dense(
         levels=levels is not None,
         parts=0 if layer is None else weight.shape[1],
     )
-    others = (given[name] for name in epilogue.operands)
-    found = dense_p.bind(x, weight, scale, bias, *others, epilogue=epilogue, scaled=scaled)
+    operands = (given[name] for name in epilogue.operands)
+    found = dense_p.bind(x, weight, scale, bias, *operands, epilogue=epilogue, scaled=scaled)
     return tuple(found) if has_parts else found[0]
 
 
-def _check(
-    x: Any,
-    weight: Any,
-    of_rows: dict[str, tuple[Any, tuple[int, ...]]],
-    of_columns: dict[str, Any],
-    *,
-    has_layers: bool,
-) -> None:
+def _check(x: Any, weight: Any, *, has_layers: bool, **others: Any) -> None:
     """Checks the shapes and dtypes of `dense`.
 
     Args:
-      of_rows: operands with the rows of x, and their shapes behind these.
-      of_columns: operands with the columns of each layer and part, in float32.
       has_layers: whether the weight is that of several layers.
+      others: the other operands, or None for those that are not given.
 
     Raises:
       TypeError, ValueError: an operand has another dtype or shape.
     """
-
-    def check(name: str, given: Any, dtype: Any, shape: tuple[int, ...]) -> None:
-        if given.dtype != dtype:
-            raise TypeError(f"dense: {name} is {given.dtype}, expected {jnp.dtype(dtype)}.")
-        if given.shape != shape:
-            raise ValueError(f"dense: {name} has the shape {given.shape}, expected {shape}.")
-
     if x.dtype.name not in DTYPES:
         raise TypeError(f"dense: x is {x.dtype}, expected one of {', '.join(DTYPES)}.")
     if x.ndim < 2 or weight.ndim not in ((3, 4) if has_layers else (2,)):
@@ -160,16 +144,25 @@ def _check(
         )
     *rows, K = x.shape
     *parts, N, _ = weight.shape
-    check("weight", weight, x.dtype, (*parts, N, K))
     if x.dtype == jnp.int8 and K > MOST_PRODUCTS:
         raise ValueError(f"dense: K is {K}, expected at most {MOST_PRODUCTS} for int8.")
-    for name, (operand, columns) in of_rows.items():
-        if operand is not None:
-            dtype = jnp.bfloat16 if columns else jnp.float32
-            check(name, operand, dtype, (*rows, *columns))
-    for name, operand in of_columns.items():
-        if operand is not None:
-            check(name, operand, jnp.float32, (*parts, 1 if "shift" in name else N))
+    expected = {
+        "weight": (x.dtype, (*parts, N, K)),
+        "scale": (jnp.float32, (*parts, N)),
+        "bias": (jnp.float32, (*parts, N)),
+        "row_scale": (jnp.float32, (*rows,)),
+        "residual": (jnp.bfloat16, (*rows, N)),
+        "factor": (jnp.float32, (*parts, N)),
+        "shift": (jnp.float32, (*parts, 1)),
+    }
+    given = {"weight": weight, **others}
+    for name, (dtype, shape) in expected.items():
+        if (operand := given[name]) is None:
+            continue
+        if operand.dtype != dtype:
+            raise TypeError(f"dense: {name} is {operand.dtype}, expected {jnp.dtype(dtype)}.")
+        if operand.shape != shape:
+            raise ValueError(f"dense: {name} has the shape {operand.shape}, expected {shape}.")
 
 
 def problem_of(x: Any, weight: Any, epilogue: Epilogue) -> Problem:

@@ -51,29 +51,3 @@ def operator_times(name, images=4736, shape="B/16 224"):
 def fastest(times):
     """Returns the shortest time of each regime."""
     return {regime: min(t[regime] for t in times) for regime in times[0]}
-
-
-def embed_runs(commit):
-    """Returns the runs of `embed` on H200s of a version of this package."""
-    return [
-        r
-        for name in ("resizing", "embedding")
-        for r in records(f"h200/{name}")
-        if r.get("commit") == commit
-    ]
-
-
-def few_images(folder):
-    """Returns the recorded microseconds of few images, by run and problem (shape, images, dtype).
-
-    A run with the package's tuned file is left out.
-    """
-    runs = []
-    for record in records(f"{folder}/few_images"):
-        if record["kind"] == "run":
-            runs.append(collections.defaultdict(dict))
-            is_tuned = "package's file" in record["versions"]
-        elif not is_tuned:
-            key = record["shape"], record["images"], record["dtype"]
-            runs[-1][key][record["contender"]] = 1e3 * record["milliseconds"]
-    return runs

@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import json
 import math
 import re
 
@@ -21,14 +20,11 @@ from tests.benchmarks.measured import (
     COMPILED,
     IN_JIT,
     both,
-    embed_runs,
-    few_images,
     operator_times,
     records,
     span,
 )
 from tests.pages import prose, rows_of
-from tests.repository import ROOT
 
 TUNED = ("mosaic_sm90", "cuda", "triton")
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
@@ -38,6 +34,32 @@ CELL = r"(\d+) \(([\d.]+)\)(?:, ([\d.]+) ms)?"
 
 # The problems that a tuned file can have: a backend refuses the others.
 PROBLEMS = {"mosaic_sm90": 162, "cuda": 198, "triton": 306}
+
+
+def embed_runs(commit):
+    """Returns the runs of `embed` on H200s of a version of this package."""
+    return [
+        r
+        for name in ("resizing", "embedding")
+        for r in records(f"h200/{name}")
+        if r.get("commit") == commit
+    ]
+
+
+def few_images(folder):
+    """Returns the recorded microseconds of few images, by run and problem (shape, images, dtype).
+
+    A run with the package's tuned file is left out.
+    """
+    runs = []
+    for record in records(f"{folder}/few_images"):
+        if record["kind"] == "run":
+            runs.append(collections.defaultdict(dict))
+            is_tuned = "package's file" in record["versions"]
+        elif not is_tuned:
+            key = record["shape"], record["images"], record["dtype"]
+            runs[-1][key][record["contender"]] = 1e3 * record["milliseconds"]
+    return runs
 
 
 def tuned_results(chip):
@@ -200,8 +222,7 @@ def over_the_fastest(measured):
 def test_hoppers_estimate_chooses_configs_that_are_nearly_the_fastest():
     """docs/experiments/encoder.md has these numbers."""
     layers = collections.defaultdict(dict)
-    record = ROOT / "benchmarks/h200/dense_configs.jsonl"
-    for row in map(json.loads, record.read_text().splitlines()):
+    for row in records("h200/dense_configs"):
         if "HopperConfig" in row.get("program", ""):
             dtype, config = row["program"].split(" ", 1)
             layers[row["model"], row["rows"], row["layer"], dtype][config] = row["burst"]
@@ -615,12 +636,12 @@ def test_the_same_measurements_later_have_the_ratios_of_the_records():
     sustained = ratios(what=operator, images=[4736], regime=["sustained"])
     few = ratios(what=operator, images=[64], regime=["burst", "cold"])
     encoders = [span(ratios(what=["encoder"], regime=[r]), 3) for r in ("burst", "sustained")]
-    for name, stated in rows.items():
-        if name.startswith("4736 images, burst: 25"):
-            assert (len(many), stated) == (25, span(many, 3))
-        elif name.startswith("4736"):
-            assert stated == ", ".join(f"{x:.3f}" for x in sustained)
-        elif name.startswith("64 images"):
-            assert stated == span(few, 3)
-        elif name.startswith("encoders"):
-            assert stated == "; ".join(encoders)
+    expected = {
+        "4736 images, burst: 25 measurements": span(many, 3),
+        "4736 images, sustained": ", ".join(f"{x:.3f}" for x in sustained),
+        "64 images": span(few, 3),
+        "encoders": "; ".join(encoders),
+    }
+    assert len(many) == 25
+    for start, wanted in expected.items():
+        assert [stated for name, stated in rows.items() if name.startswith(start)] == [wanted]
