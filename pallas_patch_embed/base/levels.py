@@ -1,12 +1,10 @@
 """Levels: the numbers of 8 bits, int8 or float8, that stand for activations of an encoder."""
 
-import functools
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_patch_embed.base.dtypes import TABLE
 
@@ -33,16 +31,3 @@ def refuse_gradient() -> NoReturn:
         "Differentiate an encoder with dtype 'bfloat16' or 'float32', or only what follows the "
         "blocks, with jax.lax.stop_gradient around what is in front of them."
     )
-
-
-@jax.custom_jvp
-def not_differentiated(x: jax.Array) -> jax.Array:
-    """Returns x, which will be rounded to levels; differentiating by x raises."""
-    return x
-
-
-@functools.partial(not_differentiated.defjvp, symbolic_zeros=True)
-def _(primals: Any, tangents: Any) -> Any:
-    if not isinstance(tangents[0], SymbolicZero):
-        refuse_gradient()
-    return primals[0], tangents[0]

@@ -18,7 +18,8 @@ from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array
 from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.dtypes import EIGHT_BITS, TABLE
-from pallas_patch_embed.base.levels import not_differentiated, to_levels
+from pallas_patch_embed.base.gradients import not_differentiated
+from pallas_patch_embed.base.levels import refuse_gradient, to_levels
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import Config, TextConfig
 from pallas_patch_embed.encoders.layouts import number_of_parameters
@@ -773,7 +774,7 @@ def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig, layer: jax.A
     dtype = dtype_in_8_bits(fc2)
     if not dtype or hidden.dtype == dtype:
         return hidden
-    hidden = not_differentiated(hidden).astype(jnp.float32)
+    hidden = not_differentiated(hidden, refuse_gradient).astype(jnp.float32)
     if levels is None:
         return quantised(hidden, dtype)
     of_layer = functools.partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)

@@ -26,7 +26,8 @@ from jax.interpreters.xla import apply_primitive
 
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.chips import Target, cuda_is_installed
-from pallas_patch_embed.base.levels import not_differentiated, refuse_gradient, to_levels
+from pallas_patch_embed.base.gradients import not_differentiated
+from pallas_patch_embed.base.levels import refuse_gradient, to_levels
 from pallas_patch_embed.layers import attention_sm90
 from pallas_patch_embed.layers.attention_sm90 import Config, Shape
 
@@ -176,7 +177,9 @@ def formula(
 
 def _rounded(y: jax.Array, levels: str) -> jax.Array:
     """Rounds y to 8 bits if `levels` names their dtype."""
-    return to_levels(not_differentiated(y).astype(jnp.float32), levels) if levels else y
+    if not levels:
+        return y
+    return to_levels(not_differentiated(y, refuse_gradient).astype(jnp.float32), levels)
 
 
 def prefix_mask(lengths: jax.Array, S: int) -> jax.Array:

@@ -18,6 +18,7 @@ from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array, dtype_name, has_values
 from pallas_patch_embed.base.chips import Target, default_device
 from pallas_patch_embed.base.dtypes import TABLE
+from pallas_patch_embed.base.gradients import not_differentiated
 from pallas_patch_embed.base.problem import K_MULTIPLE, Shaped
 from pallas_patch_embed.patch_embedding import primitive
 from pallas_patch_embed.patch_embedding.params import PatchEmbedParams, check_params
@@ -135,7 +136,7 @@ def _encoded(
     """Returns the rows that `encoder` makes from pixels; differentiating them raises an error."""
     floating = jnp.issubdtype(pixels.dtype, jnp.floating)
     if floating and TABLE[params.dtype].holds_levels:
-        pixels = primitive.not_differentiated(pixels)
+        pixels = not_differentiated(pixels, primitive.refuse_gradient)
     encoded = encoder(pixels, params.geometry, params.encoding)
     if floating and not TABLE[params.dtype].holds_levels:
         # The derivative would be zero for each pixel that is encoded as a uint8 level.

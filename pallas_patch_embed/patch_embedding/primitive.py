@@ -220,7 +220,7 @@ def _operand_specs(shapes, result_spec, geometry) -> list[PartitionSpec]:
 _tangent_p = Primitive("patch_embed_tangent")
 
 
-def _refuse_gradient(*_, **__):
+def refuse_gradient(*_, **__):
     raise TypeError(
         "patch_embed is inference-only: it has no derivative. To keep it frozen inside a model "
         "that is differentiated, apply jax.lax.stop_gradient to its input or output; to train it, "
@@ -228,11 +228,11 @@ def _refuse_gradient(*_, **__):
     )
 
 
-_tangent_p.def_impl(_refuse_gradient)
+_tangent_p.def_impl(refuse_gradient)
 _tangent_p.def_abstract_eval(lambda tangent, result: result)
-mlir.register_lowering(_tangent_p, _refuse_gradient)
-ad.primitive_jvps[_tangent_p] = _refuse_gradient
-ad.primitive_transposes[_tangent_p] = _refuse_gradient
+mlir.register_lowering(_tangent_p, refuse_gradient)
+ad.primitive_jvps[_tangent_p] = refuse_gradient
+ad.primitive_transposes[_tangent_p] = refuse_gradient
 
 
 def _differentiate(primals, tangents, *, call):
@@ -269,22 +269,6 @@ def _(primals, tangents):
     if isinstance(tangent, SymbolicZero) and not isinstance(by_x, SymbolicZero):
         tangent = _tangent_p.bind(by_x, lax.stop_gradient(primals[1]))
     return primals[1], tangent
-
-
-@jax.custom_jvp
-def not_differentiated(x):
-    """Returns x, from which integers will be computed; differentiating by x raises at once.
-
-    The error cannot wait until a derivative is used, because integers have no tangent.
-    """
-    return x
-
-
-@functools.partial(not_differentiated.defjvp, symbolic_zeros=True)
-def _(primals, tangents):
-    if not isinstance(tangents[0], SymbolicZero):
-        _refuse_gradient()
-    return primals[0], tangents[0]
 
 
 # The rule for vmap.
