@@ -109,6 +109,14 @@ def checks(monkeypatch):
     return counts
 
 
+def hide_the_cuda_library(monkeypatch):
+    def architectures():
+        raise NotImplementedError("its library is missing.")
+
+    # `architectures` remembers what the library answered, so it is not enough to move the file.
+    monkeypatch.setattr(cuda, "architectures", architectures)
+
+
 @pytest.mark.parametrize("chip, backend", [(H200, "mosaic_sm90"), (B200, "mosaic_sm100")])
 @pytest.mark.parametrize("name", [None, "named"])
 def test_a_lowering_checks_every_config_once(monkeypatch, checks, chip, backend, name):
@@ -117,7 +125,7 @@ def test_a_lowering_checks_every_config_once(monkeypatch, checks, chip, backend,
     patches = jax.ShapeDtypeStruct((4096, 4, 768), "int8")
     asked = backend if name else None
     if asked is None:
-        monkeypatch.setattr(cuda, "LIBRARY", Path("missing"))
+        hide_the_cuda_library(monkeypatch)
     traced = jax.jit(lambda x: ppe.patch_embed(x, params, backend=asked)).trace(patches)
     checks.clear()
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -157,7 +165,7 @@ def test_a_grid_covers_every_tile_with_at_most_the_resident_blocks(
 def test_a_lowering_visits_the_files_that_the_documentation_names(monkeypatch, kernel):
     monkeypatch.setattr(Target, "of", lambda device: Target("cuda", H200))
     if kernel == "mosaic_gpu":
-        monkeypatch.setattr(cuda, "LIBRARY", Path("missing"))
+        hide_the_cuda_library(monkeypatch)
         monkeypatch.setattr(triton, "missing", lambda: "it is not installed.")
     elif reason := cuda.missing():
         pytest.skip(f"cuda: {reason}")
