@@ -132,6 +132,7 @@ def test_a_tar_in_a_tar_is_an_error_and_not_a_secret(place, keep):
 def test_a_picture_whose_plugin_is_missing_is_an_error_with_advice(place, monkeypatch):
     advice = {".heic": "install it"}
     monkeypatch.setattr(units, "missing_plugin", advice.get)
+    monkeypatch.setattr(units, "extensions", lambda: {".png"})
     found = read(units.Tar(place({"a.HEIC": b"x", "b.png": encoded(0), "c.xyz": b""})))
     assert found == {"a": ("to read .heic pictures, install it",), "b": (encoded(0),)}
 
