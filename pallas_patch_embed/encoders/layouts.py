@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_patch_embed.encoders.config import Config, TextConfig
 
@@ -61,7 +62,16 @@ def by_inputs(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, 
             kernel = p["weight"].reshape(len(p["weight"]), -1, K).swapaxes(1, 2)
             p = {"kernel": kernel, "bias": p["bias"].reshape(len(kernel), -1)}
         found[name] = {key: x.astype(jnp.float32) for key, x in p.items()}
-    return found | _with_hidden(found, config, lambda x: x[..., : config.mlp])
+
+    def unpadded(x: jax.Array) -> jax.Array:
+        if x.shape[-1] == config.mlp:
+            return x
+        # On a mesh with explicit axes, a part of an axis that is split cannot be split again.
+        sharding = jax.typeof(x).sharding
+        whole = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None))
+        return x.at[..., : config.mlp].get(out_sharding=whole)
+
+    return found | _with_hidden(found, config, unpadded)
 
 
 def number_of_parameters(blocks: Any, config: Config | TextConfig) -> int:

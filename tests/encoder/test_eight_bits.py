@@ -20,6 +20,7 @@ from benchmarks import checkpoints
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.chips import H200, Target
 from pallas_patch_embed.encoders import calibration as calibrating
+from pallas_patch_embed.encoders import layouts
 from pallas_patch_embed.encoders.calibration import FILE, Calibration, cosine_distances, vectors
 from pallas_patch_embed.encoders.eight_bits import (
     Statistics,
@@ -447,6 +448,21 @@ def test_a_users_sharding_changes_no_calibration():
     wanted = calibrating.measured(encoder, pictures("clip"))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.abs(a - b).max() <= FLOAT32 * np.abs(b).max()
+
+
+@several
+@pytest.mark.slow("compiles programs for several devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_split_weights_calibrate_as_whole_ones(kind):
+    """In bfloat16 the hidden layer is padded to 128 units, which calibrate removes."""
+    encoder, mesh = load("clip", dtype="bfloat16"), mesh_of(kind)
+    assert encoder.config.mlp % layouts.MULTIPLE
+    wanted = ppe.calibrate(encoder, pictures("clip"))
+    split = jax.device_put(pictures("clip"), NamedSharding(mesh, P("batch")))
+    found = ppe.calibrate(split_by_width(encoder, mesh, "inputs"), split)
+    # A loss is half of the square of a distance, and a distance changes by FLOAT32.
+    most = FLOAT32 * np.sqrt(2 * wanted.losses) + FLOAT32**2
+    assert np.all(abs(found.losses - wanted.losses) <= most) and np.all(wanted.losses > 10 * most)
 
 
 # (family, dtype, kind of the mesh's axes, what is split besides the batch). As in bfloat16, a mesh
