@@ -66,7 +66,8 @@ def by_inputs(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, 
     def unpadded(x: jax.Array) -> jax.Array:
         if x.shape[-1] == config.mlp:
             return x
-        # On a mesh with explicit axes, a part of an axis that is split cannot be split again.
+        # On a mesh with explicit axes JAX does not choose how a part of a split axis is split. Here
+        # each device gets the whole part.
         sharding = jax.typeof(x).sharding
         whole = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None))
         return x.at[..., : config.mlp].get(out_sharding=whole)

@@ -110,10 +110,11 @@ def checks(monkeypatch):
 
 
 def hide_the_cuda_library(monkeypatch):
+    """Makes the library missing, also in a process that has loaded it."""
+
     def architectures():
         raise NotImplementedError("its library is missing.")
 
-    # `architectures` remembers what the library answered, so it is not enough to move the file.
     monkeypatch.setattr(cuda, "architectures", architectures)
 
 
