@@ -10,6 +10,7 @@ IN_JIT = "this encoder"
 BY_CUBLAS = "this encoder, epilogues by cuBLAS"
 OUTSIDE = "this encoder, called outside of jit"
 INT8 = "this encoder, blocks in int8"
+INT8_WITHOUT_OUT = f"{INT8} except out of every block"
 COMPILED = "transformers, torch.compile"
 
 
@@ -36,6 +37,20 @@ def newest_encoder_peers(folder="h200"):
         for r in records(f"{folder}/encoder_peers")
         if "contender" in r
     }
+
+
+def encoder_peer_runs(encoder, images, folder="h200"):
+    """Yields the records of an encoder and a number of images by contender, one run at a time."""
+    found = {}
+    for r in records(f"{folder}/encoder_peers"):
+        if r["kind"] in ("run", "environment"):
+            if found:
+                yield found
+            found = {}
+        elif (r.get("encoder"), r.get("images")) == (encoder, images):
+            found[r["contender"]] = r
+    if found:
+        yield found
 
 
 def operator_times(name, images=4736, shape="B/16 224"):

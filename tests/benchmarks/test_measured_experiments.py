@@ -345,6 +345,23 @@ def test_dense_layers_have_the_times_of_the_record():
         assert cells == [both(r, 3) if "sustained" in r else f"{r['burst']:.3f}" for r in found]
 
 
+def test_more_rows_of_the_kernel_have_the_times_of_the_record():
+    chosen, gelu = "kernel as chosen", "kernel for layers with an activation"
+    columns = [(chosen, False), (chosen, True), (gelu, False), (gelu, True)]
+    columns.append(("kernel for all layers", False))
+    times = {
+        (r["encoder"], r["images"], r["layers"], r["cublas"]): r
+        for r in records("h200/encoder_variants")
+        if r.get("kind") == "dense layers"
+    }
+    rows = rows_of("docs/experiments/encoder.md", "Dense layers")
+    start = 2 + next(i for i, row in enumerate(rows) if row[1:2] == ["as chosen"])
+    for name, *cells in rows[start : start + 5]:
+        encoder, images = re.fullmatch(r"(.+), (\d+) images", name).groups()
+        for column, cell in zip(columns, cells, strict=True):
+            assert cell == both(times[encoder, int(images), *column])
+
+
 def test_separate_products_have_the_times_of_the_record():
     times = collections.defaultdict(dict)
     for r in records("h200/encoder_variants"):
@@ -421,6 +438,34 @@ def test_embed_on_two_gpus_has_the_rates_of_the_records():
                 assert cell == f"{r['rate']:.0f}{part}; {busy}"
                 compared += 1
     assert compared == len(found)
+
+
+def test_so400m_from_tars_and_parquet_files_has_the_rates_of_the_records():
+    tars, parquet = (
+        next(r for r in embed_runs("454a976") if (r["encoder"], r["form"]) == ("So400m/14 384", f))
+        for f in ("tar", "parquet")
+    )
+    assert (
+        f"From tars one H200 embeds {tars['rate']:.0f} pictures/s with So400m/14 384, with "
+        f"{tars['cores']:.1f} of 16 cores, and from parquet files {parquet['rate']:.0f} with "
+        f"{parquet['cores']:.1f} ("
+    ) in prose("docs/experiments/embed.md")
+
+
+def test_resizing_on_the_device_takes_the_newest_times_of_the_record():
+    shapes = (500, 375, 224), (500, 375, 384), (375, 500, 384), (1024, 768, 224)
+    newest = {
+        (r["width"], r["height"], r["side"]): r["microseconds a picture"]
+        for r in records("h200/resizing")
+        if r["kind"] == "resize" and (r["filter"], r["batch"]) == ("bicubic", 64)
+    }
+    first, *others = (
+        f"{width} x {height} to {side} {{}}{newest[width, height, side]:.2f}"
+        for width, height, side in shapes
+    )
+    text = ", ".join([first.format("takes ") + " us", *(x.format("") for x in others[:-1])])
+    page = prose("docs/experiments/embed.md")
+    assert f"{text} and {others[-1].format('')} (2026-11-30" in page
 
 
 def test_nvimagecodec_has_the_rates_of_the_records():
