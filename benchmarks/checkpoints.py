@@ -128,6 +128,19 @@ def draw(config: Config) -> dict[str, np.ndarray]:
     return {name: array(name, shape) for name, shape in shapes(config)}
 
 
+def kept(name: str, folder: Path) -> Path:
+    """Returns the folder of an encoder's random checkpoint in `folder`, written if it is not there.
+
+    Calibrations are kept there, too (`encoder.in_8_bits`), because they take minutes.
+    """
+    own = folder / name.replace("/", "-")
+    if not own.exists():
+        partial = own.with_name(f"{own.name}.partial")
+        write(ENCODERS[name], partial)
+        partial.rename(own)
+    return own
+
+
 def write(config: Config, folder: Path) -> None:
     """Writes a random checkpoint: config.json, preprocessor_config.json, model.safetensors.
 

@@ -100,14 +100,16 @@ def in_8_bits(folder: str | Path, images: Any, dtype: str, **options: Any) -> En
     """Loads a checkpoint in 8 bits, calibrated on these images.
 
     Args:
-      folder: the checkpoint.
+      folder: the checkpoint. The calibration is kept there, and one that is there already counts.
       images: [N, H, W, C] uint8.
       dtype: of the layers that are in 8 bits by default.
       options: as for `load_encoder`.
     """
-    exact = ppe.load_encoder(folder, dtype="float32", **options)
-    calibration = ppe.calibrate(exact, images, dtype=dtype)
-    return ppe.load_encoder(folder, dtype=dtype, calibration=calibration, **options)
+    path = Path(folder, f"calibration_{dtype}.safetensors")
+    if not path.exists():
+        exact = ppe.load_encoder(folder, dtype="float32", **options)
+        ppe.calibrate(exact, images, dtype=dtype).save(path)
+    return ppe.load_encoder(folder, dtype=dtype, calibration=path, **options)
 
 
 def ways(

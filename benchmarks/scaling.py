@@ -64,12 +64,15 @@ BURST, REST = 0.1, 0.3
 
 
 def prepare(name: str, dtype: str, images: int, folder: Path) -> tuple[Any, np.ndarray]:
-    """Returns the encoder, or for the operator its parameters, and the images of a GPU."""
+    """Returns the encoder, or for the operator its parameters, and the images of a GPU.
+
+    `folder` is that of checkpoints.
+    """
     model = "B/16 224" if name == "operator" else name
     drawn = draw_images(named_shape(model), images, "random")
     if dtype == "int8" and name != "operator":
-        checkpoints.write(encoders.ENCODERS[name], folder)
-        found = encoders.in_8_bits(folder, drawn[:4], dtype, patch_dtype="int8")
+        checkpoint = checkpoints.kept(name, folder)
+        found = encoders.in_8_bits(checkpoint, drawn[:4], dtype, patch_dtype="int8")
     else:
         found, _ = encoders.draw(model, "int8", "bfloat16")
     return jax.device_get(found.patch_embed if name == "operator" else found), np.asarray(drawn)
@@ -177,7 +180,7 @@ def records(chosen: argparse.Namespace, visible: list[str]) -> Iterator[dict[str
             # A process of its own, on the CPU, leaves the GPUs' memory to the others.
             case = Path(folder, "case")
             command = [sys.executable, "-m", "benchmarks.scaling", "--prepare", name, dtype]
-            command += [str(images), str(case)]
+            command += [str(images), str(case), str(chosen.checkpoints or folder)]
             subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True)
             first: dict[str, float] = {}
             for count in (n for n in COUNTS if n <= max(1, len(visible))):
@@ -202,14 +205,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=IMAGES)
     parser.add_argument("--images", type=int, help="on each GPU, instead of those of the models")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a sustained turn")
+    kept = "folder in which checkpoints and calibrations are kept for further runs"
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help=kept)
     parser.add_argument("--out", type=Path, default=Path("bench"))
-    parser.add_argument("--prepare", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--prepare", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.prepare:
-        name, dtype, images, case = chosen.prepare
-        path = Path(case)
-        path.write_bytes(pickle.dumps(prepare(name, dtype, int(images), path.parent)))
+        name, dtype, images, case, folder = chosen.prepare
+        found = prepare(name, dtype, int(images), Path(folder))
+        Path(case).write_bytes(pickle.dumps(found))
         return
     if chosen.serve:
         case, index, processes, address = chosen.serve

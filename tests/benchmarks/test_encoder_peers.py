@@ -13,8 +13,9 @@ import pytest
 from safetensors import safe_open
 
 import pallas_patch_embed as ppe
-from benchmarks import checkpoints, encoder_peers, turns
-from benchmarks.encoder_peers import TANH_GELU, EncoderCase
+from benchmarks import checkpoints, encoder_contenders, encoder_peers, turns
+from benchmarks.encoder_contenders import TANH_GELU
+from benchmarks.encoder_peers import EncoderCase
 from pallas_patch_embed.encoders.config import Config
 from tests.encoder.goldens import DATA
 
@@ -59,7 +60,8 @@ def exact_embeddings(checkpoint, **changes):
     encoder = ppe.load_encoder(checkpoint, patch_dtype="float32", dtype="float32")
     config = dataclasses.replace(encoder.config, **changes)
     encoder = dataclasses.replace(encoder, config=config)
-    return np.asarray(encoder_peers.embeddings_of(encoder(encoder_peers.images_of(32, 3))))
+    output = encoder(encoder_contenders.images_of(32, 3))
+    return np.asarray(encoder_contenders.embeddings_of(output))
 
 
 def relative_error(found, wanted):
@@ -105,7 +107,7 @@ def test_a_written_checkpoint_has_the_arrays_that_transformers_writes(family, fo
 )
 def test_all_contenders_in_jax_agree_with_float32(written, family, mode):
     checkpoint = written(family)
-    served = encoder_peers.Jax()
+    served = encoder_contenders.Jax()
     processes = {"jax": InThisProcess(served)}
     found, left_out = encoder_peers.measure(
         EncoderCase("tiny", 3, (mode,), ("int8",)), checkpoint, processes, CHOSEN
@@ -143,7 +145,7 @@ def test_all_contenders_in_jax_agree_with_float32(written, family, mode):
 
 def test_a_framework_that_is_not_installed_is_left_out(written, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    processes = {"torch": InThisProcess(encoder_peers.Torch())}
+    processes = {"torch": InThisProcess(encoder_contenders.Torch())}
     told = processes["torch"].call(
         "prepare", folder=str(written("siglip")), images=1, modes=["default"], dtypes=[]
     )
@@ -174,7 +176,7 @@ def test_a_checkpoint_that_transformers_would_not_load_whole_is_left_out(
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(**{architecture: Model}))
-    told = encoder_peers.Torch().prepare(str(written(family)), 1, ["reduce-overhead"], [])
+    told = encoder_contenders.Torch().prepare(str(written(family)), 1, ["reduce-overhead"], [])
     assert told["left_out"] == {
         "transformers, torch.compile, reduce-overhead": f"ValueError: {architecture} does not "
         "accept the checkpoint: {'missing_keys': ['a', 'b']}"
@@ -193,15 +195,56 @@ def test_each_mode_of_torch_is_a_contender_or_is_left_out_with_its_reason(monkey
     def compile(self, folder, images, mode, dtype):
         if mode == "max-autotune":
             raise RuntimeError("no graphs")
-        return encoder_peers.Contender(lambda: None, 1.0, None)
+        return encoder_contenders.Contender(lambda: None, 1.0, None)
 
-    monkeypatch.setattr(encoder_peers.Torch, "_compile", compile)
+    monkeypatch.setattr(encoder_contenders.Torch, "_compile", compile)
     modes = ["reduce-overhead", "max-autotune"]
-    told = encoder_peers.Torch().prepare("folder", 1, modes, ["int8"])
+    told = encoder_contenders.Torch().prepare("folder", 1, modes, ["int8"])
     first = "transformers, torch.compile, reduce-overhead"
     assert list(told["compiled"]) == [first, f"{first}, torchao's int8"]
     left = {"transformers, torch.compile, max-autotune": "RuntimeError: no graphs"}
     assert told["left_out"] == left
+
+
+def test_a_contender_that_fails_after_it_was_compiled_is_left_out_with_its_reason():
+    class Served:
+        def prepare(self, **arguments):
+            facts = {"compile_seconds": 1.0, "peak_bytes": None}
+            return {"compiled": {"good": facts, "bad": facts}, "left_out": {}}
+
+        def embeddings(self, name):
+            if name == "bad":
+                raise RuntimeError("torch: no graphs")
+            return [[1.0, 2.0]]
+
+        def turn(self, name, **options):
+            assert name == "good"
+            return {"milliseconds": 2.0, "joules": None}
+
+    processes = {"torch": InThisProcess(Served())}
+    case = EncoderCase("tiny", 1, ("default",))
+    found, left_out = encoder_peers.measure(case, "folder", processes, CHOSEN)
+    assert [(result.contender, result.burst) for result in found] == [("good", 2.0)]
+    assert left_out == {"bad": "torch: no graphs"}
+
+
+@pytest.mark.slow("starts a process")
+def test_further_runs_use_the_checkpoint_and_the_calibration_of_the_first(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setitem(checkpoints.ENCODERS, "tiny/8", TINY["siglip"])
+    options = "--encoders tiny/8 --images 2 --dtypes int8 --frameworks jax --turns 1 --rest 0"
+    options += f" --seconds 0.02 --checkpoints {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["encoder_peers", *options.split()])
+    written = []
+    for _ in range(2):
+        ((found, _),) = encoder_peers.run(encoder_peers.arguments())
+        assert any(result.contender.startswith("this encoder, blocks in int8") for result in found)
+        assert max(result.difference for result in found) < INT8
+        written.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")})
+    assert written[0] == written[1]
+    names = {path.name for path in written[0]}
+    assert {"tiny-8", "model.safetensors", "calibration_int8.safetensors"} <= names
 
 
 def test_a_turn_takes_the_time_of_its_calls():
