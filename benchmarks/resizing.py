@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import embedding
+from benchmarks import embedding, picture_files
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.embed import jpeg
 from pallas_patch_embed.embed.preprocessing import Preprocessing, Whole
@@ -61,7 +61,7 @@ def photographs(number: int, size: tuple[int, int]) -> list[np.ndarray]:
 
     found = []
     for i in range(number):
-        with Image.open(io.BytesIO(embedding.picture(i % 16))) as picture:
+        with Image.open(io.BytesIO(picture_files.picture(i % 16))) as picture:
             found.append(np.asarray(picture.resize(size)))
     return found
 
@@ -196,7 +196,7 @@ def copying(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def decoding(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measures the CPU time of one decoder for a JPEG picture of 500 x 375 pixels."""
-    contents = [embedding.picture(i) for i in range(16)]
+    contents = [picture_files.picture(i) for i in range(16)]
     for side in (224, 384):
         host = preprocessing(side)
         whole = dataclasses.replace(host, whole=Whole(2**22, MOST_SIDE))
@@ -228,7 +228,7 @@ def embedded(
     from benchmarks import checkpoints
 
     devices = embedding.gpus()
-    facts = embedding.write(
+    facts = picture_files.write(
         chosen.pictures, min(chosen.pictures, chosen.distinct), folder, chosen.forms
     )
     yield {"kind": "pictures", "pictures": chosen.pictures} | facts

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import embedding, embedding_memory, searching
+from benchmarks import embedding, embedding_memory, picture_files, searching
 from pallas_patch_embed.siglip2 import Config
 
 pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
@@ -19,12 +19,12 @@ pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
 
 @pytest.fixture(autouse=True)
 def few_at_a_time(monkeypatch):
-    monkeypatch.setattr(embedding, "GROUP", 3)
+    monkeypatch.setattr(picture_files, "GROUP", 3)
 
 
 def test_every_form_has_the_same_pictures(tmp_path):
-    facts = embedding.write(7, 4, tmp_path, embedding.FORMS)
-    made = [embedding.picture(i % 4) for i in range(7)]
+    facts = picture_files.write(7, 4, tmp_path, embedding.FORMS)
+    made = [picture_files.picture(i % 4) for i in range(7)]
     assert len(set(made)) == 4 and facts["distinct"] == 4
     assert Image.open(io.BytesIO(made[0])).size == (500, 375)
     names = [f"{i:07d}" for i in range(7)]
@@ -44,9 +44,9 @@ def test_every_form_has_the_same_pictures(tmp_path):
 
 @pytest.mark.parametrize("form", ["jpeg", "tar", "parquet"])
 def test_processes_share_all_pictures(form, tmp_path):
-    embedding.write(7, 4, tmp_path, [form])
-    (whole,) = embedding.inputs(tmp_path, form, 1)
-    parts = embedding.inputs(tmp_path, form, 2)
+    picture_files.write(7, 4, tmp_path, [form])
+    (whole,) = picture_files.inputs(tmp_path, form, 1)
+    parts = picture_files.inputs(tmp_path, form, 2)
     if form == "jpeg":
         assert whole == [str(tmp_path / "jpeg")]
         files = [Path(path).read_text().split() for _, path in parts]
