@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from benchmarks import audit
-from benchmarks.audit import Kernel, Loop, Tile
+from benchmarks import audit, cycle_budget
+from benchmarks.cycle_budget import Kernel, Loop, Tile
 from benchmarks.machine_code import Code, class_of, cuda_root, read_cubin
 from pallas_patch_embed.backends import cuda, tiles
 from pallas_patch_embed.base.problem import NamedShape, named_shape
@@ -24,7 +24,7 @@ def checked(kernel):
     assert audit.spilling([kernel.code]) == []
     for loop in kernel.loops:
         assert {x for x in loop.executed if class_of(x) in ("other", "local")} == set()
-    return {name: share.cycles for name, share in audit.budget(kernel).items()}
+    return {name: share.cycles for name, share in cycle_budget.budget(kernel).items()}
 
 
 def times(loop, name):
@@ -47,7 +47,7 @@ def test_the_Hopper_kernel_has_the_budget_of_its_tile():
     # (docs/experiments/hopper.md).
     assert found["shared"] == (2 * 24 * 8192 + 128 * 192 * 2) / 128
     assert found["issue"] == 2 * sum(loop.executed.values())
-    assert audit.ring(kernel) == ()
+    assert cycle_budget.ring(kernel) == ()
 
 
 @needs_compilers
@@ -59,7 +59,7 @@ def test_the_Blackwell_kernel_has_the_budget_of_the_design():
     assert found["tensor"] == 3072
     assert found["DRAM"] == pytest.approx((256 * 768 / 3 + 256 * 256 * 2) * 72 * 1.965 / 8000)
     assert found["DRAM"] == pytest.approx(3450, rel=0.01)
-    assert audit.binding(audit.budget(kernel)) == "DRAM"
+    assert cycle_budget.binding(cycle_budget.budget(kernel)) == "DRAM"
     # The two warps of a scheduler issue 402 instructions (docs/experiments/blackwell.md).
     assert sum(store.issue_slots().values()) <= 410
     assert (times(multiply, "UTCQMMA"), times(store, "LDTM")) == (24, 4)
@@ -68,7 +68,7 @@ def test_the_Blackwell_kernel_has_the_budget_of_the_design():
     assert store.bytes_of("STSM") == 128 * 256 * 2
     assert found["shared"] == (24 * 32 * (128 + 128) + 2 * 128 * 256 * 2 + 128 * 768) / 128 == 3328
     # Each of 6 chunks keeps one of 6 slots for the latency, its 512 cycles of products, and 200.
-    assert audit.ring(kernel) == (2212, 2652, 3112)
+    assert cycle_budget.ring(kernel) == (2212, 2652, 3112)
 
 
 @needs_compilers
@@ -90,7 +90,7 @@ def test_no_kernel_of_the_library_spills():
     L2_bytes = 256 * 1536 + 2 * 9 * 192 * 128 + 256 * 192 * 2
     assert found["L2"] == L2_bytes / 64
     # According to ncu, products take 6144 wavefronts for each half (docs/performance.md).
-    assert audit.operand_bytes(loop, kernel.tile) == 2 * 6144 * 128
+    assert cycle_budget.operand_bytes(loop, kernel.tile) == 2 * 6144 * 128
     checked(audit.cuda_kernel("sm_100", *HEADLINE, "int8"))
 
 
@@ -106,7 +106,7 @@ def test_the_kernel_that_cuts_images_has_the_budget_of_the_one_from_patches():
     assert [times(loop, x) for x in ("IGMMA", "LDSM", "STG", "LDG")] == [24, 24, 12, 0]
     # ldmatrix reads every byte of the tile's pixels once.
     assert loop.bytes_of("LDSM") == 128 * 768
-    assert audit.operand_bytes(loop, images.tile) == 2 * 24 * 32 * 192
+    assert cycle_budget.operand_bytes(loop, images.tile) == 2 * 24 * 32 * 192
     # From images a row is one of 16 lines of one of 64 pairs of patches. From patches it is one of
     # 6 chunks of one of 128 patches.
     assert (images.tile.tma_rows, patches.tile.tma_rows) == (16 * 64, 6 * 128)
@@ -136,9 +136,9 @@ def test_the_Blackwell_kernel_that_cuts_images_multiplies_64_bytes_of_each_line(
     assert found["shared"] == shared / 128
     assert kernel.tile.tma_rows == 256 * 16
     # Each of 16 lines keeps one of 8 slots for the latency, its 256 cycles of products, and 200.
-    assert audit.ring(kernel) == (3912, 4792, 5712)
+    assert cycle_budget.ring(kernel) == (3912, 4792, 5712)
     # DRAM is that of patches: 48 bytes of each line are loaded.
-    patches = audit.budget(audit.cuda_kernel("sm_100", *HEADLINE, "int8"))
+    patches = cycle_budget.budget(audit.cuda_kernel("sm_100", *HEADLINE, "int8"))
     assert found["DRAM"] == patches["DRAM"].cycles
 
 
@@ -218,8 +218,8 @@ PEAKS: dict[str, tuple[float, dict[str, float]]] = {
 def test_the_rates_are_those_of_the_data_sheets(architecture):
     clock, peaks = PEAKS[architecture]
     for dtype, peak in peaks.items():
-        rate = 2 * audit.MULTIPLY_ADDS[architecture][dtype]
-        found = rate * audit.CHIP_OF[architecture].multiprocessors * clock / 1e3
+        rate = 2 * cycle_budget.MULTIPLY_ADDS[architecture][dtype]
+        found = rate * cycle_budget.CHIP_OF[architecture].multiprocessors * clock / 1e3
         assert found == pytest.approx(peak, rel=0.01)
 
 
