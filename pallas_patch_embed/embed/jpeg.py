@@ -4,7 +4,6 @@ Pillow decodes with libjpeg-turbo, too, but into pixels of 4 bytes. simplejpeg g
 0.87 ms, with the header read by Pillow, and Pillow in 1.08 ms (docs/experiments/embed.md).
 """
 
-import contextlib
 import functools
 import importlib
 from typing import Any
@@ -17,10 +16,20 @@ COLOURS = ("YCbCr", "Gray")
 
 @functools.cache
 def _package() -> Any:
-    """Returns simplejpeg, or None if it is not installed."""
-    with contextlib.suppress(ImportError):
+    """Returns simplejpeg, or None if it is not installed.
+
+    Raises:
+      ValueError: it is installed, but broken, such as one that was built for another NumPy.
+    """
+    try:
         return importlib.import_module("simplejpeg")
-    return None
+    except ImportError:
+        return None
+    except Exception as error:
+        raise ValueError(
+            f"simplejpeg cannot be imported ({error}). Install it again, or uninstall it: then "
+            "Pillow decodes all pictures."
+        ) from error
 
 
 def version() -> str | None:
@@ -48,6 +57,8 @@ def pixels(content: bytes, size: tuple[int, int]) -> np.ndarray | None:
         if colours not in COLOURS or (height, width) != size:
             return None
         found: np.ndarray = package.decode_jpeg(content, "RGB")
-    except ValueError:  # Pillow may decode a damaged picture, or says what is wrong.
+    except Exception:
+        # Pillow may decode the picture, or says what is wrong. simplejpeg raises ValueError for a
+        # damaged one, and KeyError for one with 4:4:1 chroma.
         return None
     return found

@@ -336,12 +336,17 @@ def _decoded(
     """Decodes a picture as `upright_rgb` does, or a usual JPEG to an array if that is allowed."""
     picture = _open(file, check, copies)
     usual = picture.format == "JPEG" and not exif and as_array(*picture.size)
-    if usual and _orientation(picture) == (1, False):
-        file.seek(0)
-        pixels = jpeg.pixels(file.read(), (picture.height, picture.width))
-        if pixels is not None:
-            return pixels, False
-    return upright_rgb(picture, exif)
+    damaged = False
+    if usual:
+        orientation, damaged = _orientation(picture)
+        if orientation == 1 and not damaged:
+            file.seek(0)
+            pixels = jpeg.pixels(file.read(), (picture.height, picture.width))
+            if pixels is not None:
+                return pixels, False
+    image, still_damaged = upright_rgb(picture, exif)
+    # Pillow complains only when it reads the EXIF data for the first time.
+    return image, damaged or still_damaged
 
 
 def upright_rgb(picture: "Image.Image", exif: bytes = b"") -> tuple["Image.Image", bool]:

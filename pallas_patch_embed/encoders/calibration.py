@@ -38,7 +38,7 @@ from pallas_patch_embed.encoders.encoder import (
     mean_of_patches,
     observed_transform,
 )
-from pallas_patch_embed.encoders.layouts import by_inputs
+from pallas_patch_embed.encoders.layouts import by_inputs, padded_width, parts_of
 from pallas_patch_embed.encoders.naflex import batch_naflex
 from pallas_patch_embed.encoders.text_encoder import TextEncoder, embedded_tokens, ends_of
 from pallas_patch_embed.layers.attention import prefix_mask
@@ -164,11 +164,16 @@ class Calibration:
         """Returns the calibration of the first blocks, after a check that it is of their weights.
 
         Raises:
-          ValueError: it is of another checkpoint, or for another dtype.
+          ValueError: it is of another checkpoint or tower, or for another dtype.
         """
-        exact = "load_encoder(source, dtype='float32'), images"
+        exact, tower = "load_encoder(source, dtype='float32'), images", "vision"
         if isinstance(config, TextConfig):
-            exact = "load_text_encoder(source, dtype='float32'), ids"
+            exact, tower = "load_text_encoder(source, dtype='float32'), ids", "text"
+        if self.tower != tower:
+            raise ValueError(
+                f"{self!r} is of a {self.tower} encoder, but this is a {tower} encoder. Calibrate "
+                f"it: calibrate({exact})."
+            )
         if self.dtype != dtype:
             raise ValueError(
                 f"{self!r} is for {self.dtype}, not {dtype}. Calibrate for this dtype: "
@@ -185,6 +190,19 @@ class Calibration:
                 f"{self!r} is of an encoder with other weights. Calibrate this checkpoint: "
                 f"calibrate({exact})."
             )
+        width = padded_width(config)
+        for layer, p in self.layers.items():
+            _, K, N = blocks[layer]["kernel"].shape
+            shape = (N, K)
+            if layer == "fc1":
+                shape = (parts_of(layer, config) * width, K)
+            elif layer == "fc2":
+                shape = (N, width)
+            if (found := p["weight"].shape[1:]) != shape:
+                raise ValueError(
+                    f"{self!r} has weights {list(found)} of {layer}, expected {list(shape)}. "
+                    f"Calibrate this checkpoint: calibrate({exact})."
+                )
         return dataclasses.replace(
             self,
             layers={name: {key: x[:L] for key, x in p.items()} for name, p in self.layers.items()},
@@ -280,6 +298,11 @@ def calibrate(
       TypeError, ValueError: an argument has another type, shape or value.
     """
     dtype = check_dtype(dtype, "calibrate: dtype", EIGHT_BITS)
+    if inputs is not None and (not hasattr(inputs, "__len__") or isinstance(inputs, dict)):
+        raise TypeError(
+            f"calibrate: the inputs are a {type(inputs).__name__}, expected images [N, H, W, C], "
+            "for a NaFlex encoder a list of pictures [H, W, C], or ids of texts [N, L]."
+        )
     if not isinstance(encoder, Encoder | TextEncoder) or isinstance(encoder.blocks, tuple):
         raise TypeError(
             f"calibrate: the encoder is {encoder!r}, expected an Encoder from load_encoder with "
@@ -418,12 +441,16 @@ def _check_about(about: Any) -> None:
     """Checks what a calibration's file says about itself.
 
     Raises:
-      ValueError: a value has another type.
+      ValueError: a value has another type, or is impossible.
     """
     types = dict(bfloat16=int | float, pictures=int, source=str, dtype=str, tower=str)
     for name, expected in types.items():
         if not isinstance(about[name], expected) or isinstance(about[name], bool):
             raise ValueError(f"{name} is {about[name]!r}")
+    if not 0 <= about["bfloat16"] <= 2:  # A cosine distance.
+        raise ValueError(f"bfloat16 is {about['bfloat16']!r}, expected a number from 0 to 2")
+    if about["pictures"] < 1:
+        raise ValueError(f"pictures is {about['pictures']!r}, expected at least 1")
     if about["tower"] not in FILES:
         raise ValueError(f"tower is {about['tower']!r}, expected one of {', '.join(FILES)}")
 
@@ -434,19 +461,29 @@ def _check_layers(
     """Checks the arrays of a calibration's file.
 
     Raises:
-      ValueError: a name, shape or dtype is not that of a calibration, a number is not finite, or a
-        scale or divisor is not positive.
+      ValueError: a name, shape or dtype is not that of a calibration, a number is not finite, a
+        scale or divisor is not positive, a loss is negative, or a weight is no level.
     """
 
-    def check(name: str, x: Array, shape: tuple[int, ...], *, positive: bool = False) -> None:
-        if x.shape != shape or x.dtype.kind != "f":
-            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}, expected numbers {list(shape)}")
+    def check(
+        name: str,
+        x: Array,
+        shape: tuple[int, ...],
+        *,
+        dtype: str = "float32",
+        positive: bool = False,
+    ) -> None:
+        if x.shape != shape or x.dtype != dtype:
+            found, expected = (f"{a}{list(b)}" for a, b in ((x.dtype, x.shape), (dtype, shape)))
+            raise ValueError(f"{name} is {found}, expected {expected}")
         if not np.isfinite(x).all() or (positive and (x <= 0).any()):
             wanted = "positive and finite" if positive else "finite"
             raise ValueError(f"{name} has a number that is not {wanted}")
 
     L = weights.size
-    check("losses", losses, (L, len(LAYERS)))
+    check("losses", losses, (L, len(LAYERS)), dtype="float64")
+    if (losses < 0).any():
+        raise ValueError(f"losses has a negative number, {losses.min()}")
     for layer, p in layers.items():
         names = {"weight", "scale", "bias", *(LEVELS if layer == "fc2" else ())}
         weight = p["weight"]
@@ -458,6 +495,15 @@ def _check_layers(
             check(f"{layer}.{name}", p[name], shapes[name], positive=name in ("scale", "factor"))
         if layer in divisors:
             check(f"{layer}.{DIVISOR}", divisors[layer], (L, K), positive=True)
+        if not _are_levels(weight):
+            raise ValueError(f"{layer}.weight has a byte that is no level of {weight.dtype}")
+
+
+def _are_levels(weight: Array) -> bool:
+    """Returns whether `rounded` may have made it: int8 without -128, or float8 without NaN."""
+    if weight.dtype == np.int8:
+        return bool(weight.size == 0 or weight.min() > -128)
+    return not bool((weight.view(np.uint8) & 0x7F == 0x7F).any())
 
 
 def _parts(encoder: AnyEncoder, *names: str) -> dict[str, Any]:
@@ -480,6 +526,12 @@ def _batches(encoder: AnyEncoder, inputs: Any) -> Iterator[tuple[Any, ...]]:
     naflex = config if isinstance(config, Config) and config.naflex else None
     if naflex is not None:
         sizes = [np.shape(image) for image in inputs]
+        for i, size in enumerate(sizes):
+            if len(size) != 3:
+                raise ValueError(
+                    f"calibrate: picture {i} has the shape {list(size)}, expected [H, W, C]. Pass "
+                    "a list of pictures."
+                )
         patch = naflex.patch
         longest = max((h // patch * (w // patch) for h, w, *_ in sizes), default=0)
     for first in range(0, len(inputs), BATCH):
@@ -570,9 +622,12 @@ def _losses(
 
     exact = run(encoder)
     units = list(itertools.product(range(config.depth), LAYERS))
-    losses = np.array([distance(unit) for unit in units]).reshape(config.depth, len(LAYERS))
-    losses *= distance(*units) / max(losses.sum(), 1e-30)
-    return losses, float(cosine_distances(run(_in_bfloat16(encoder)), exact).mean())
+    # Distances of equal vectors are not exactly 0, and may be negative.
+    whole, *distances = np.maximum([distance(*units), *map(distance, units)], 0)
+    parts = np.array(distances) if any(distances) else np.ones(len(units))
+    losses = whole * parts / parts.sum()
+    bfloat16 = max(0.0, float(cosine_distances(run(_in_bfloat16(encoder)), exact).mean()))
+    return losses.reshape(config.depth, len(LAYERS)), bfloat16
 
 
 def _in_bfloat16[E: Encoder | TextEncoder](encoder: E) -> E:

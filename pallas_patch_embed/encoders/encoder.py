@@ -280,8 +280,12 @@ def described_weights(encoder: "Encoder | TextEncoder") -> str:
 
 
 def described_layers(blocks: Any) -> str:
-    """Says which layers of the blocks are in 8 bits; an empty string if none is."""
-    if not isinstance(blocks, tuple):
+    """Says which layers of the blocks are in 8 bits; an empty string for other blocks.
+
+    It is empty, too, if the leaves are no arrays, such as shardings.
+    """
+    leaves = jax.tree.leaves(blocks, is_leaf=lambda x: x is None)
+    if not isinstance(blocks, tuple) or not all(hasattr(x, "dtype") for x in leaves):
         return ""
     dtypes, kept, depth = set(), [], 0
     for run in blocks:
@@ -539,7 +543,8 @@ def observed_transform(
         x = _dense(hidden, p["fc2"], residual=x, layer=row)
         layer = layer + 1
         if states is not None:
-            states = states.at[jnp.asarray(slots)[layer]].set(x)
+            slot = jnp.asarray(slots)[layer]
+            states = lax.dynamic_update_index_in_dim(states, x, slot, 0)
         return (x, layer, states), seen
 
     with jax.default_matmul_precision(precision):
@@ -547,7 +552,8 @@ def observed_transform(
             x = _norm(x, encoder.first_norm, config)
         states = None
         if wanted:
-            states = jnp.zeros((len(wanted) + 1, *x.shape), x.dtype).at[slots[0]].set(x)
+            # With x in all slots, they have its sharding.
+            states = lax.broadcast(x, (len(wanted) + 1,))
         runs = encoder.blocks if isinstance(encoder.blocks, tuple) else (encoder.blocks,)
         carry, first = (x, jnp.int32(0), states), 0
         seen: dict[str, Any] = {}
@@ -774,12 +780,13 @@ def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig, layer: jax.A
     dtype = dtype_in_8_bits(fc2)
     if not dtype or hidden.dtype == dtype:
         return hidden
-    hidden = not_differentiated(hidden, refuse_gradient).astype(jnp.float32)
-    if levels is None:
-        return quantised(hidden, dtype)
-    of_layer = functools.partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
-    factor, shift = (_row(of_layer(x), hidden) for x in levels)
-    return to_levels(hidden * factor + shift, dtype)
+    hidden = hidden.astype(jnp.float32)
+    if levels is not None:
+        of_layer = functools.partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
+        factor, shift = (_row(of_layer(x), hidden) for x in levels)
+        hidden = hidden * factor + shift
+    hidden = not_differentiated(hidden, refuse_gradient)
+    return quantised(hidden, dtype) if levels is None else to_levels(hidden, dtype)
 
 
 def _attention(

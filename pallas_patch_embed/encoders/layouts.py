@@ -31,10 +31,16 @@ def split(x: Any, layer: str, config: Config | TextConfig) -> Any:
     return x if parts == 1 else x.reshape(len(x), parts, -1, *x.shape[2:])
 
 
+def padded_width(config: Config | TextConfig) -> int:
+    """Returns the width of the hidden layer in bfloat16 and 8 bits."""
+    return config.mlp + -config.mlp % MULTIPLE
+
+
 def padded(blocks: dict[str, Any], config: Config | TextConfig) -> dict[str, Any]:
     """Makes the width of the hidden layer a multiple of MULTIPLE. The new units are 0."""
+    more = padded_width(config) - config.mlp
     return blocks | _with_hidden(
-        blocks, config, lambda x: np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -config.mlp % MULTIPLE)])
+        blocks, config, lambda x: np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
     )
 
 
@@ -88,7 +94,7 @@ def number_of_parameters(blocks: Any, config: Config | TextConfig) -> int:
             if name == "scale":
                 continue
             if layer == "fc1" or (layer, name) == ("fc2", "weight"):
-                size = size // (config.mlp + -config.mlp % MULTIPLE) * config.mlp
+                size = size // padded_width(config) * config.mlp
         total += size
     return total
 

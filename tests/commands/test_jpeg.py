@@ -124,6 +124,36 @@ def test_a_picture_of_another_size_than_in_its_header_is_left_to_pillow():
     assert jpeg.pixels(content, (600, 400)) is None
 
 
+def test_a_picture_whose_chroma_simplejpeg_does_not_know_is_left_to_pillow():
+    content = bytearray(encoded(photograph("coffee").resize((64, 64)), "440"))
+    sampling = content.find(b"\xff\xc0") + 11
+    assert content[sampling] == 0x12
+    content[sampling] = 0x14  # 4:4:1: four rows of luma for one of chroma.
+    with pytest.raises(KeyError):
+        simplejpeg.decode_jpeg_header(bytes(content))
+    found, notes = decoded(bytes(content), whole=True)
+    wanted, said = decoded(bytes(content), whole=False)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    assert notes == said
+
+
+def test_damaged_metadata_are_noted_whoever_decodes():
+    content = saved(photograph("coffee"), dpi=(72, 72))
+    content = content[:2] + b"\xff\xe1\0\x0aExif\0\0MM" + content[2:]
+    for whole in (True, False):
+        _, notes = decoded(content, whole=whole)
+        assert notes == (DAMAGED_METADATA,)
+
+
+def test_a_broken_package_is_named(tmp_path, monkeypatch):
+    (tmp_path / "simplejpeg.py").write_text("raise ValueError('another numpy')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "simplejpeg")
+    jpeg._package.cache_clear()
+    with pytest.raises(ValueError, match=r"simplejpeg cannot be imported \(another numpy\)"):
+        jpeg.version()
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xd8", b"no picture"])
 def test_what_is_no_picture_is_left_to_pillow(content):
     assert jpeg.pixels(content, (1, 1)) is None

@@ -277,6 +277,9 @@ def with_number(x, value):
         (changed("qkv.weight", lambda x: x.astype(np.float32)), r"qkv\.divisor is float32"),
         (changed("losses", lambda x: x[:1]), r"losses is float64\[1, 4\]"),
         (changed("losses", lambda x: with_number(x, np.nan)), "losses has a number that is not f"),
+        (changed("losses", lambda x: with_number(x, -0.1)), "losses has a negative number, -0.1"),
+        (changed("fc1.bias", lambda x: x.astype(np.float16)), r"fc1\.bias is float16\["),
+        (changed("out.weight", lambda x: with_number(x, 128)), "a byte that is no level of int8"),
         (
             changed("out.divisor", lambda x: with_number(x, 0)),
             "a number that is not positive and f",
@@ -298,7 +301,15 @@ def test_a_damaged_calibration_is_refused(tmp_path, damage, message):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("bfloat16", "x"), ("pictures", True), ("source", 1), ("tower", "moon")]
+    "name, value",
+    [
+        ("bfloat16", "x"),
+        ("bfloat16", -0.1),
+        ("pictures", True),
+        ("pictures", 0),
+        ("source", 1),
+        ("tower", "moon"),
+    ],
 )
 def test_a_calibration_that_says_something_else_of_itself_is_refused(tmp_path, name, value):
     calibrated("clip").save(tmp_path)
@@ -309,6 +320,32 @@ def test_a_calibration_that_says_something_else_of_itself_is_refused(tmp_path, n
     save_file(load_file(tmp_path / FILE), tmp_path / FILE, metadata)
     with pytest.raises(ValueError, match=f"is not a calibration: {name} is {value!r}"):
         Calibration.load(tmp_path)
+
+
+def test_levels_of_int8_are_no_float8(tmp_path):
+    calibrated("clip").save(tmp_path)
+    with safetensors.safe_open(tmp_path / FILE, "numpy") as stored:
+        metadata = stored.metadata()
+    about = json.loads(metadata["calibration"]) | {"dtype": "float8_e4m3fn"}
+    save_file(
+        load_file(tmp_path / FILE), tmp_path / FILE, metadata | {"calibration": json.dumps(about)}
+    )
+    with pytest.raises(ValueError, match="a byte that is no level of float8_e4m3fn"):
+        Calibration.load(tmp_path)
+
+
+@pytest.mark.parametrize("noise", [-1e-16, 0, 1e-17])
+def test_where_8_bits_change_nothing_the_losses_are_0(monkeypatch, noise):
+    """The cosine distance of equal vectors may be negative."""
+    monkeypatch.setattr(calibrating, "cosine_distances", lambda a, b: np.full(len(a), noise))
+    found = ppe.calibrate(load("clip", dtype="float32"), pictures("clip"))
+    assert (found.losses >= 0).all() and found.bfloat16 >= 0
+    np.testing.assert_allclose(found.losses, max(noise, 0) / found.losses.size)
+    assert (
+        found.kept(None, {})
+        == found.kept(0.9999, blocks_of(load("clip", dtype="float32")))
+        == set()
+    )
 
 
 def test_layers_that_cause_much_of_the_distance_stay_in_bfloat16_by_default():
@@ -360,6 +397,32 @@ def test_only_what_follows_the_blocks_has_a_derivative():
         assert error(a, b) <= 0.1 and np.any(np.asarray(b))
 
 
+@pytest.mark.parametrize("name", ["dinov2_swiglu", "clip"])
+def test_the_levels_of_the_hidden_layer_have_no_derivative_whatever_computes_them(name):
+    losses = np.full((3, 4), 1e-6)
+    losses[:, LAYERS.index("fc1")] = 100, 10, 1  # So fc1 stays in bfloat16 in each block.
+    calibration = dataclasses.replace(calibrated(name), losses=losses)
+    encoder, given = load_in_8_bits(name, calibration=calibration), pictures(name)
+    assert "blocks in int8 except fc1 of every block" in repr(encoder)
+    (run,) = encoder.blocks
+
+    def loss(levels):
+        blocks = (run | {"fc2": run["fc2"] | levels},)
+        changed = dataclasses.replace(encoder, blocks=blocks)
+        return vectors(changed, changed(given)).sum().astype(jnp.float32)
+
+    for part in ("factor", "shift"):
+        with pytest.raises(TypeError, match="blocks of an encoder in 8 bits have no derivative"):
+            jax.grad(loss)({part: run["fc2"][part]})
+
+
+def test_an_encoder_whose_leaves_are_no_arrays_is_printed():
+    encoder = load_in_8_bits("clip")
+    for leaf in (encoder.patch_embed.weight.sharding, None):
+        said = repr(jax.tree.map(lambda _, leaf=leaf: leaf, encoder))
+        assert said.startswith("Encoder(bfloat16, 0 parameters, Config(")
+
+
 @several
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_split_batch_calibrates_as_a_whole_one(kind):
@@ -391,6 +454,18 @@ def test_faults_are_named(tmp_path):
         ppe.calibrate(load("clip", dtype="float32"), pictures("clip").astype(np.float32))
     with pytest.raises(ValueError, match="there are no images"):
         ppe.calibrate(load("clip", dtype="float32"), pictures("clip")[:0])
+    with pytest.raises(ValueError, match="is of a text encoder, but this is a vision encoder"):
+        load_in_8_bits("clip", calibration=dataclasses.replace(calibrated("clip"), tower="text"))
+    layers = dict(calibrated("clip").layers)
+    layers["out"] = {key: x[:, :16] for key, x in layers["out"].items()}
+    with pytest.raises(ValueError, match=r"has weights \[16, 32\] of out, expected \[32, 32\]"):
+        load_in_8_bits("clip", calibration=dataclasses.replace(calibrated("clip"), layers=layers))
+    for wrong in (iter(pictures("clip")), {"images": pictures("clip")}, 3):
+        with pytest.raises(TypeError, match=f"inputs are a {type(wrong).__name__}, expected im"):
+            ppe.calibrate(load("clip", dtype="float32"), wrong)
+    naflex = ppe.load_encoder(checkpoint(NAFLEX), dtype="float32")
+    with pytest.raises(ValueError, match=r"picture 1 has the shape \[32, 32\], expected \[H, W"):
+        ppe.calibrate(naflex, [np.zeros((32, 32, 3), np.uint8), np.zeros((32, 32), np.uint8)])
     other = FAMILIES / "clip" / "model.safetensors"
     with pytest.raises(ValueError, match="is not a calibration"):
         Calibration.load(other)

@@ -365,9 +365,14 @@ def test_an_explicit_mesh_need_not_be_set():
     mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Explicit,))
     encoder = float32("hf_siglip_p14_224")
     x = draw_images(np.random.default_rng(5), 4, 224, 224, 3)
-    found = encoder(jax.device_put(x, NamedSharding(mesh, P("batch")))).pooler_output
-    assert found.sharding.spec[0] == "batch"
-    np.testing.assert_allclose(found, encoder(x).pooler_output, atol=1e-5)
+    found, wanted = (
+        encoder(x, layers=(0, -1)) for x in (jax.device_put(x, NamedSharding(mesh, P("batch"))), x)
+    )
+    assert found.pooler_output.sharding.spec[0] == "batch"
+    np.testing.assert_allclose(found.pooler_output, wanted.pooler_output, atol=1e-5)
+    for a, b in zip(found.hidden_states, wanted.hidden_states, strict=True):
+        assert a.sharding.spec[0] == "batch"
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 BAD_CALLS = {
