@@ -2,7 +2,7 @@
 
 import collections
 
-from benchmarks import results
+from benchmarks import headline, results
 from tests.repository import ROOT
 
 # Names of contenders in encoder_peers.jsonl.
@@ -39,18 +39,14 @@ def newest_encoder_peers(folder="h200"):
     }
 
 
-def encoder_peer_runs(encoder, images, folder="h200"):
-    """Yields the records of an encoder and a number of images by contender, one run at a time."""
-    found = {}
-    for r in records(f"{folder}/encoder_peers"):
-        if r["kind"] in ("run", "environment"):
-            if found:
-                yield found
-            found = {}
-        elif (r.get("encoder"), r.get("images")) == (encoder, images):
-            found[r["contender"]] = r
-    if found:
-        yield found
+def encoder_peer_runs(encoder, images):
+    """Returns the records of an encoder and a number of images by contender, for each run."""
+    runs = headline.runs(ROOT / "benchmarks/h200/encoder_peers.jsonl")
+    found = (
+        {r["contender"]: r for r in run if (r.get("encoder"), r.get("images")) == (encoder, images)}
+        for _, run in runs
+    )
+    return [run for run in found if run]
 
 
 def operator_times(name, images=4736, shape="B/16 224"):

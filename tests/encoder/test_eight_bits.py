@@ -300,6 +300,15 @@ def test_a_damaged_calibration_is_refused(tmp_path, damage, message):
         Calibration.load(tmp_path)
 
 
+def save_with(folder, **changes):
+    """Saves a calibration that says something else of itself."""
+    calibrated("clip").save(folder)
+    with safetensors.safe_open(folder / FILE, "numpy") as stored:
+        metadata = stored.metadata()
+    metadata["calibration"] = json.dumps(json.loads(metadata["calibration"]) | changes)
+    save_file(load_file(folder / FILE), folder / FILE, metadata)
+
+
 @pytest.mark.parametrize(
     "name, value",
     [
@@ -312,24 +321,13 @@ def test_a_damaged_calibration_is_refused(tmp_path, damage, message):
     ],
 )
 def test_a_calibration_that_says_something_else_of_itself_is_refused(tmp_path, name, value):
-    calibrated("clip").save(tmp_path)
-    with safetensors.safe_open(tmp_path / FILE, "numpy") as stored:
-        metadata = stored.metadata()
-    about = json.loads(metadata["calibration"]) | {name: value}
-    metadata["calibration"] = json.dumps(about)
-    save_file(load_file(tmp_path / FILE), tmp_path / FILE, metadata)
+    save_with(tmp_path, **{name: value})
     with pytest.raises(ValueError, match=f"is not a calibration: {name} is {value!r}"):
         Calibration.load(tmp_path)
 
 
 def test_levels_of_int8_are_no_float8(tmp_path):
-    calibrated("clip").save(tmp_path)
-    with safetensors.safe_open(tmp_path / FILE, "numpy") as stored:
-        metadata = stored.metadata()
-    about = json.loads(metadata["calibration"]) | {"dtype": "float8_e4m3fn"}
-    save_file(
-        load_file(tmp_path / FILE), tmp_path / FILE, metadata | {"calibration": json.dumps(about)}
-    )
+    save_with(tmp_path, dtype="float8_e4m3fn")
     with pytest.raises(ValueError, match="a byte that is no level of float8_e4m3fn"):
         Calibration.load(tmp_path)
 
@@ -341,11 +339,9 @@ def test_where_8_bits_change_nothing_the_losses_are_0(monkeypatch, noise):
     found = ppe.calibrate(load("clip", dtype="float32"), pictures("clip"))
     assert (found.losses >= 0).all() and found.bfloat16 >= 0
     np.testing.assert_allclose(found.losses, max(noise, 0) / found.losses.size)
-    assert (
-        found.kept(None, {})
-        == found.kept(0.9999, blocks_of(load("clip", dtype="float32")))
-        == set()
-    )
+    blocks = blocks_of(load("clip", dtype="float32"))
+    for min_cosine in (None, 0.9999):
+        assert found.kept(min_cosine, blocks) == set()
 
 
 def test_layers_that_cause_much_of_the_distance_stay_in_bfloat16_by_default():
