@@ -128,6 +128,12 @@ def draw(config: Config) -> dict[str, np.ndarray]:
     return {name: array(name, shape) for name, shape in shapes(config)}
 
 
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that names the folder of `kept`."""
+    described = "folder in which checkpoints and calibrations are kept for further runs"
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help=described)
+
+
 def kept(name: str, folder: Path) -> Path:
     """Returns the folder of an encoder's random checkpoint in `folder`, written if it is not there.
 

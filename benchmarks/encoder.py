@@ -100,7 +100,7 @@ def in_8_bits(folder: str | Path, images: Any, dtype: str, **options: Any) -> En
     """Loads a checkpoint in 8 bits, calibrated on these images.
 
     Args:
-      folder: the checkpoint. The calibration is kept there, and one that is there already counts.
+      folder: the checkpoint. The calibration is kept there; if there is one already, it is used.
       images: [N, H, W, C] uint8.
       dtype: of the layers that are in 8 bits by default.
       options: as for `load_encoder`.

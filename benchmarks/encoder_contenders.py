@@ -186,7 +186,8 @@ class Torch:
         What fails is left out with the reason.
         """
         self.contenders, left_out = {}, {}
-        # torch.compile would compile at most eight programs of `embed` in `_compile`.
+        # torch.compile compiles a function at most eight times, and then runs it uncompiled. For it
+        # all `embed` of `_compile` are one function.
         with contextlib.suppress(ImportError):
             import torch
 

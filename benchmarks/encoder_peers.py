@@ -200,7 +200,7 @@ def run(
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    from benchmarks.checkpoints import ENCODERS
+    from benchmarks.checkpoints import ENCODERS, add_folder
     from pallas_patch_embed.base.dtypes import EIGHT_BITS
 
     parser = argparse.ArgumentParser(
@@ -234,8 +234,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="duration of a sustained turn in seconds"
     )
-    kept = "folder in which checkpoints and calibrations are kept for further runs"
-    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help=kept)
+    add_folder(parser)
     parser.add_argument("--out", type=Path, help="folder for encoder_peers.jsonl")
     return parser.parse_args()
 

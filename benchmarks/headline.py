@@ -154,10 +154,13 @@ def comparisons(folder: Path = FOLDER) -> list[Comparison]:
     found.append(
         compare(
             folder / "images.jsonl",
-            {
-                **dict(kind="time", shape=SHAPE, images=EMBEDDED_IMAGES),
-                **dict(regime="sustained", pixels="random"),
-            },
+            dict(
+                kind="time",
+                shape=SHAPE,
+                images=EMBEDDED_IMAGES,
+                regime="sustained",
+                pixels="random",
+            ),
             OPERATORS,
             lambda r: r["milliseconds"],
             what=f"patch embedding of {EMBEDDED_IMAGES} images, {SHAPE}",

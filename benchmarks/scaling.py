@@ -205,8 +205,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=IMAGES)
     parser.add_argument("--images", type=int, help="on each GPU, instead of those of the models")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a sustained turn")
-    kept = "folder in which checkpoints and calibrations are kept for further runs"
-    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help=kept)
+    checkpoints.add_folder(parser)
     parser.add_argument("--out", type=Path, default=Path("bench"))
     parser.add_argument("--prepare", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)

@@ -193,14 +193,13 @@ class Calibration:
         width = padded_width(config)
         for layer, p in self.layers.items():
             _, K, N = blocks[layer]["kernel"].shape
-            shape = (N, K)
             if layer == "fc1":
-                shape = (parts_of(layer, config) * width, K)
+                N = parts_of(layer, config) * width
             elif layer == "fc2":
-                shape = (N, width)
-            if (found := p["weight"].shape[1:]) != shape:
+                K = width
+            if (found := p["weight"].shape[1:]) != (N, K):
                 raise ValueError(
-                    f"{self!r} has weights {list(found)} of {layer}, expected {list(shape)}. "
+                    f"{self!r} has weights {list(found)} of {layer}, expected {[N, K]}. "
                     f"Calibrate this checkpoint: calibrate({exact})."
                 )
         return dataclasses.replace(
