@@ -9,18 +9,23 @@ from jax import lax
 from pallas_patch_embed.base.dtypes import TABLE
 
 
-def to_levels(y: jax.Array, dtype: str) -> jax.Array:
-    """Rounds float32 to the nearest level, ties to even, and clips it; for arrays and in kernels.
+def to_levels(y: jax.Array, dtype: str, *, in_kernel: bool = False) -> jax.Array:
+    """Rounds float32 to the nearest level, ties to even, and clips it.
 
     Args:
       y: float32.
       dtype: one of `EIGHT_BITS`. XLA rounds to float8 twice on a CPU, first to float16.
+      in_kernel: whether a Pallas kernel does it, which then rounds in one addition.
     """
     largest = TABLE[dtype].largest
     y = jnp.clip(y, -largest, largest)
     if not TABLE[dtype].holds_levels:
         return y.astype(dtype)
-    # The sum of a number and 1.5 * 2^23 is a float32 whose low bits are the rounded number.
+    if not in_kernel:
+        return lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN).astype(dtype)
+    # The sum of a number and 1.5 * 2^23 is a float32 whose low bits are the rounded number. XLA's
+    # programs must not use this: if a thread has a single element, ptxas of CUDA 13.0 converts the
+    # sum where it should store its low byte. That of 13.1 to 13.5 does not (2026-11-30).
     return lax.bitcast_convert_type(y + 1.5 * 2.0**23, jnp.int32).astype(dtype)
 
 

@@ -804,7 +804,7 @@ class Worker:
         for (first, width), part in zip(self.shape.parts, y):
             columns = min(width, self.shape.D - first)
             column = place.head * self.shape.D + first
-            self.put(row, column, left, to_levels(part, self.levels), columns)
+            self.put(row, column, left, to_levels(part, self.levels, in_kernel=True), columns)
 
     def put(self, row: Any, column: Any, left: Any, part: jax.Array, columns: int) -> None:
         """Stores the first `left` rows and `columns` columns of a part."""

@@ -98,13 +98,13 @@ def _bind(
     return layer_norm_p.bind(x, scale, bias, layer, eps=eps, levels=levels)
 
 
-def quantised(y: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+def quantised(y: jax.Array, dtype: str, *, in_kernel: bool = False) -> tuple[jax.Array, jax.Array]:
     """Returns the levels of the rows of float32, of this dtype, and the rows' scales."""
     # A row of zeros has the smallest scale.
     most = jnp.maximum(jnp.max(jnp.abs(y), axis=-1), 2.0**-100)
     factor = TABLE[dtype].largest / most
-    levels = to_levels(y * lax.broadcast_in_dim(factor, y.shape, range(y.ndim - 1)), dtype)
-    return levels, most * (1 / TABLE[dtype].largest)
+    y = y * lax.broadcast_in_dim(factor, y.shape, range(y.ndim - 1))
+    return to_levels(y, dtype, in_kernel=in_kernel), most * (1 / TABLE[dtype].largest)
 
 
 def formula(
@@ -166,7 +166,7 @@ def kernel(
         if row_scale_ref is None:
             y_ref[rows, :] = y.astype(y_ref.dtype)
         else:
-            y, row_scale = quantised(y, levels)
+            y, row_scale = quantised(y, levels, in_kernel=True)
             store(y_ref.at[rows, :], y)
             store(row_scale_ref.at[rows], row_scale)
 

@@ -178,6 +178,18 @@ def test_the_result_has_nan_only_where_the_formula_has_it():
     assert wanted.any() and not wanted.all()
 
 
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize(
+    "shape", [(1, 5, 2, 64), (1, 196, 12, 64), (3, 197, 6, 64), (1, 729, 16, 72)], ids=str
+)
+def test_few_images_whose_levels_XLA_rounds_have_those_of_float64(shape, levels):
+    for seed in range(RUNS):
+        operands = draw(shape, "levels", seed)
+        arrays = jax.device_put(operands, gpu())
+        y = jax.jit(functools.partial(attention.attention, levels=levels))(*arrays)
+        assert_levels(y, operands, "levels", levels, result=2.0**-8)
+
+
 @pytest.mark.parametrize("D", [64, 72, 128])
 def test_cudnn_takes_lengths(D):
     operands = draw((5, 300, 2, D))

@@ -318,7 +318,7 @@ class Worker:
         if epilogue.levels:
             first = 0 if self.layer is None else self.layer * self.problem.outputs
             shift = self.operands.shift[first + self.result_place[0]]
-            y = to_levels(y * load["factor"]() + shift, self.problem.out_dtype)
+            y = to_levels(y * load["factor"]() + shift, self.problem.out_dtype, in_kernel=True)
         return y
 
     def acquire(self, entry):
