@@ -62,6 +62,9 @@ COLLECTIVE = re.compile(
 # Seconds of calls without a pause in a burst, after an idle time.
 BURST, REST = 0.1, 0.3
 
+# Number of calls that are started before the last one's result is waited for.
+CALLS = 4
+
 
 def prepare(name: str, dtype: str, images: int, folder: Path) -> tuple[Any, np.ndarray]:
     """Returns the encoder, or for the operator its parameters, and the images of a GPU.
@@ -116,15 +119,21 @@ def serve(case: Path, index: int, processes: int, address: str, seconds: float) 
         wanted = np.roll(expected, order[shard.device], 0)
         if not (np.asarray(shard.data) == wanted).all():
             raise RuntimeError(f"{shard.device} of {jax.device_count()} differs from one GPU.")
+
+    def call_several():
+        for _ in range(CALLS):
+            y = compiled(params, images)
+        jax.block_until_ready(y)
+
+    # Allocates the memory of their results, so that no turn does.
+    call_several()
     print("ready", timing.environment(), flush=True)
     for length in (BURST, seconds):
         sys.stdin.readline()
         calls, begin = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - begin) < length:
-            for _ in range(4):
-                y = compiled(params, images)
-            jax.block_until_ready(y)
-            calls += 4
+            call_several()
+            calls += CALLS
         print("rate", calls * len(drawn) * len(here) / elapsed, flush=True)
 
 
