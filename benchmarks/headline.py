@@ -6,7 +6,7 @@ It draws headline.png, and headline_dark.png for dark pages, and prints the tabl
 the newest records on an H200 of these benchmarks:
 
   benchmarks.encoder_peers    encoder_peers.jsonl: whole encoders, many pictures a call and one
-  benchmarks.resizing         resizing.jsonl: the command `embed`
+  benchmarks.embedding        embedding.jsonl: the command `embed`
   benchmarks.images           images.jsonl: the patch embedding of 4736 images
 """
 
@@ -130,7 +130,7 @@ def comparisons(folder: Path = FOLDER) -> list[Comparison]:
     ]
     found.append(
         compare(
-            folder / "resizing.jsonl",
+            folder / "embedding.jsonl",
             dict(kind="embed", encoder=SHAPE, form="jpeg", devices=1, allowed=CORES),
             {"": f"{OURS}, bfloat16"},
             lambda r: r["rate"],

@@ -68,7 +68,7 @@ def test_the_newest_run_and_the_fastest_mode_count(tmp_path):
 def test_the_command_embed_is_compared_with_nothing(tmp_path):
     slower, tars, more_cores = dict(rate=4000.4), dict(form="tar"), dict(allowed=32)
     records = [EMBEDDED | dict(rate=5000.4) | more for more in ({}, slower, tars, more_cores)]
-    write(tmp_path, [run_of("2026-01-02"), *records], "resizing.jsonl")
+    write(tmp_path, [run_of("2026-01-02"), *records], "embedding.jsonl")
     (found,) = headline.comparisons(tmp_path)
     assert headline.table([found]).splitlines()[2:] == [
         "| JPEG files to embeddings, SigLIP B/16 224, 16 cores, pictures/s "

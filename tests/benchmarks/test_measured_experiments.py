@@ -20,6 +20,7 @@ from tests.benchmarks.measured import (
     COMPILED,
     IN_JIT,
     both,
+    newest_encoder_peers,
     operator_times,
     records,
     span,
@@ -362,6 +363,18 @@ def test_more_rows_of_the_kernel_have_the_times_of_the_record():
             assert cell == both(times[encoder, int(images), *column])
 
 
+def test_the_kernel_for_more_rows_of_bfloat16_has_the_times_of_the_record():
+    before = ", the kernel up to 2916 rows"
+    contenders = [IN_JIT + before, BY_CUBLAS + before, IN_JIT, BY_CUBLAS]
+    newest = newest_encoder_peers()
+    table = rows_of("docs/experiments/encoder.md", "Dense layers")
+    start = next(i for i, row in enumerate(table) if row[1] == "B/16 224, 16 images")
+    columns = [re.fullmatch(r"(.+), (\d+) images", cell).groups() for cell in table[start][1:]]
+    assert table[start + 2] == ["rows", "3136", "4704", "5832"]
+    for (_, *cells), contender in zip(table[start + 3 :], contenders):
+        assert cells == [both(newest[model, int(n), contender]) for model, n in columns]
+
+
 def test_separate_products_have_the_times_of_the_record():
     times = collections.defaultdict(dict)
     for r in records("h200/encoder_variants"):
@@ -416,28 +429,64 @@ def test_clip_and_dinov2_have_the_times_of_the_record():
             assert cell.replace("*", "") == (both(found, digits) if found else "")
 
 
+def beside_ray(r):
+    """Returns whether a run of `embed` is one with --ray, or the one whose embeddings it has."""
+    return (r["encoder"], r["pictures"]) == ("B/16 224", 24576)
+
+
 def test_embed_on_two_gpus_has_the_rates_of_the_records():
-    runs = embed_runs("8920b25")
-    found = {(r["encoder"], r["form"], r["place"], r["allowed"]): r for r in runs}
-    assert len(found) == len(runs) == 10
+    commits = {
+        "pictures/s; GPU busy; cores used": "8920b25",
+        "the same with a faster host": "d048259",
+    }
     forms = {"JPEG files": "jpeg", "tars": "tar", "parquet files": "parquet"}
-    compared = 0
+    compared, found = 0, {}
     for name, *cells in rows_of("docs/experiments/embed.md", "Pictures per second"):
+        if name in commits:
+            runs = [r for r in embed_runs(commits[name]) if not beside_ray(r)]
+            found = {(r["encoder"], r["form"], r["place"], r["allowed"]): r for r in runs}
         encoder, *rest = name.split(", ")
-        if not rest or rest[0] not in forms:
+        if not found or not rest or rest[0] not in forms:
             continue
         form, *rest = rest
         cores = int(rest[0].split()[0]) if rest else 16
-        places = ("one", cores), ("all", 32), ("each", 32)
-        one = found[encoder, forms[form], "one", 16]
-        for (place, allowed), cell in zip(places, cells, strict=True):
+        one = found.get((encoder, forms[form], "one", 16))
+        for (place, allowed), cell in zip((("one", cores), ("all", 32), ("each", 32)), cells):
             if cell:
                 r = found[encoder, forms[form], place, allowed]
-                part = f" ({r['rate'] / 2 / one['rate']:.2f})" if place != "one" else ""
+                part = f" ({r['rate'] / 2 / one['rate']:.2f})" if one and place != "one" else ""
                 busy = f"{r['busy']:.0%}; {r['cores']:.1f} of {allowed}"
                 assert cell == f"{r['rate']:.0f}{part}; {busy}"
                 compared += 1
-    assert compared == len(found)
+    assert compared == 10 + 11
+
+
+def test_sentences_about_embed_on_two_gpus_have_the_numbers_of_the_records():
+    page = prose("docs/experiments/embed.md")
+
+    def of_a_core(commit, *forms):
+        """Returns the span of pictures a second of a core, rounded to tens."""
+        runs = [r for r in embed_runs(commit) if r["encoder"] == "B/16 224" and not beside_ray(r)]
+        found = [r["rate"] / r["cores"] for r in runs if r["form"] in forms]
+        return span([round(x, -1) for x in found], 0)
+
+    assert (
+        f"A core in use embeds {of_a_core('8920b25', 'jpeg')} JPEG files per second with B/16 on "
+        f"the first host and {of_a_core('d048259', 'jpeg')} on the second, where it is "
+        f"{of_a_core('d048259', 'tar', 'parquet')} from tars and parquet files."
+    ) in page
+    plain, on_ray = (r for r in embed_runs("d048259") if beside_ray(r))
+    assert on_ray["options"] == "--ray"
+    assert (
+        f"embedded {on_ray['rate']:.0f} pictures/s between its first and its last whole shard, and "
+        f"took {on_ray['seconds']:.0f} s in all; without Ray the same pictures took "
+        f"{plain['seconds']:.0f} s and gave {plain['rate']:.0f}"
+    ) in page
+    runs = [r for r in records("h200/embedding") if r["kind"] == "ray"]
+    assert [r["equal"] for r in runs] == [plain["pictures"]] * 3
+    read, decode, actor = "Read", "Decode", "MapWorker(MapBatches(Embedder))"
+    killed = [[name.removeprefix("ray::") for name in r["killed"]] for r in runs]
+    assert killed == [[], [actor], [f"MapBatches({x})" for x in (read, *[decode] * 3)]]
 
 
 def test_so400m_from_tars_and_parquet_files_has_the_rates_of_the_records():
