@@ -16,8 +16,8 @@ BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 # Fewest rows of tokens for which the options are set. Where cuBLAS computes the dense layers, 64 or
 # more images of B/16 at 224 pixels take 11 to 17% less time with them on an H200, and 3136 rows, 16
-# images, 10% less; but 2916 rows, four images of So400m/14 at 384 pixels, take 9% more. For still
-# fewer rows a kernel computes these layers on Hopper GPUs (docs/encoder.md).
+# images, 10% less; but 2916 rows, four images of So400m/14 at 384 pixels, take 9% more. On Hopper
+# GPUs a kernel now computes these layers for up to 5832 rows (docs/encoder.md).
 FEWEST_ROWS = 3000
 
 
