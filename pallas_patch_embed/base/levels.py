@@ -24,8 +24,8 @@ def to_levels(y: jax.Array, dtype: str, *, in_kernel: bool = False) -> jax.Array
     if not in_kernel:
         return lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN).astype(dtype)
     # The sum of a number and 1.5 * 2^23 is a float32 whose low bits are the rounded number. XLA's
-    # programs must not use this: if a thread has a single element, ptxas of CUDA 13.0 converts the
-    # sum where it should store its low byte. That of 13.1 to 13.5 does not (2026-11-30).
+    # programs must not use this: where a thread stores the low byte of a single sum, ptxas of CUDA
+    # 12.8 to 13.0 converts the sum instead (docs/upstream.md). Kernels store several at once.
     return lax.bitcast_convert_type(y + 1.5 * 2.0**23, jnp.int32).astype(dtype)
 
 

@@ -30,13 +30,14 @@ from pallas_patch_embed.base.problem import LEVELS, Epilogue, Problem
 
 # In bfloat16, where XLA has cuBLAS, the kernel was measured for a GPU of this capability, and to be
 # faster for as few rows as one image of B/16 at 224 pixels has, and for as many as eight images of
-# So400m/14 at 384 pixels have: a jit of the encoder takes 0.58 ms for one image of B/16 among many
-# calls, 1.49 instead of 1.83 for 16, 2.00 instead of 2.44 for 24, and 11.2 instead of 12.4 for
-# eight images of So400m/14 (H200, 2026-11-30).
+# So400m/14 at 384 pixels have: among many calls a jit of the encoder takes 0.71 instead of 0.86 ms
+# for one image of B/16, 1.49 instead of 1.83 for 16, 2.00 instead of 2.44 for 24, and 11.2 instead
+# of 12.4 for eight images of So400m/14 (H200s, 2026-11-28 and 30).
 CAPABILITY, FEWEST_ROWS, MOST_ROWS = (9, 0), 196, 8 * 729
 
-# With more rows the kernel is faster than cuBLAS only with its widest tiles: their columns, rows of
-# a consumer, and consumers. 512 images of B/16 take 32.96 ms with them instead of 34.38.
+# With more rows the kernel is faster than cuBLAS with its epilogues only with the widest tiles:
+# their columns, rows of a consumer, and consumers. 512 images of B/16 take 32.96 ms with them
+# instead of 34.38.
 WIDEST = (192, 128, 2)
 
 # The dtypes of x and weight.

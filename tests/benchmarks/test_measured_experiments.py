@@ -19,7 +19,9 @@ from tests.benchmarks.measured import (
     BY_CUBLAS,
     COMPILED,
     IN_JIT,
+    OUTSIDE,
     both,
+    encoder_peer_runs,
     newest_encoder_peers,
     operator_times,
     records,
@@ -371,7 +373,16 @@ def test_the_kernel_for_more_rows_of_bfloat16_has_the_times_of_the_record():
     start = next(i for i, row in enumerate(table) if row[1] == "B/16 224, 16 images")
     columns = [re.fullmatch(r"(.+), (\d+) images", cell).groups() for cell in table[start][1:]]
     assert table[start + 2] == ["rows", "3136", "4704", "5832"]
-    for (_, *cells), contender in zip(table[start + 3 :], contenders):
+    first = [
+        [run[OUTSIDE]["compile_seconds"] for run in encoder_peer_runs(model, images)]
+        for model, images in (("B/16 224", 16), ("So400m/14 384", 8))
+    ]
+    (before, b16), (*_, earlier, so400m) = first
+    assert (
+        f"{b16:.1f} s for 16 images of B/16 instead of {before:.1f}, and {so400m:.1f} s for eight "
+        f"of So400m instead of {earlier:.1f}"
+    ) in prose("docs/experiments/encoder.md")
+    for (_, *cells), contender in zip(table[start + 3 : start + 7], contenders, strict=True):
         assert cells == [both(newest[model, int(n), contender]) for model, n in columns]
 
 
@@ -451,7 +462,8 @@ def test_embed_on_two_gpus_has_the_rates_of_the_records():
         form, *rest = rest
         cores = int(rest[0].split()[0]) if rest else 16
         one = found.get((encoder, forms[form], "one", 16))
-        for (place, allowed), cell in zip((("one", cores), ("all", 32), ("each", 32)), cells):
+        places = ("one", cores), ("all", 32), ("each", 32)
+        for (place, allowed), cell in zip(places, cells, strict=True):
             if cell:
                 r = found[encoder, forms[form], place, allowed]
                 part = f" ({r['rate'] / 2 / one['rate']:.2f})" if one and place != "one" else ""

@@ -183,6 +183,8 @@ def test_the_result_has_nan_only_where_the_formula_has_it():
     "shape", [(1, 5, 2, 64), (1, 196, 12, 64), (3, 197, 6, 64), (1, 729, 16, 72)], ids=str
 )
 def test_few_images_whose_levels_XLA_rounds_have_those_of_float64(shape, levels):
+    q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    assert attention.program_for(q, Target.of(gpu())).name == "cudnn"
     for seed in range(RUNS):
         operands = draw(shape, "levels", seed)
         arrays = jax.device_put(operands, gpu())

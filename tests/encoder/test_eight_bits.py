@@ -35,6 +35,7 @@ from pallas_patch_embed.layers import attention, attention_sm90
 from pallas_patch_embed.patch_embedding.weight_rounding import round_to_nearest
 from tests.encoder.goldens import DATA, arrays, checkpoint, expected, images
 from tests.encoder.test_siglip2 import COLLECTIVE
+from tests.kernels.gpu import gpu
 from tests.short_suite import every_second, keep
 
 FAMILIES = DATA / "families"
@@ -89,19 +90,23 @@ def blocks_of(encoder):
     return jax.device_get(encoder.blocks)
 
 
+# On a GPU kernels use the other way, and XLA's programs must not.
+@pytest.mark.parametrize("in_kernel", [False, True])
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("size", [1, 3, 64, 2401])
-def test_levels_are_the_nearest_ones(size, dtype):
+def test_levels_are_the_nearest_ones(size, dtype, in_kernel):
     y = np.random.default_rng(size).permutation(np.arange(-1200, 1201, dtype=np.float32) / 2)[:size]
     wanted = np.clip(y, -LARGEST[dtype], LARGEST[dtype])
     wanted = np.rint(wanted) if dtype == "int8" else wanted.astype(dtype).astype(np.float32)
-    found = jax.jit(to_levels, static_argnums=1)(y, dtype)
-    np.testing.assert_array_equal(np.asarray(found).astype(np.float32), wanted)
+    function = jax.jit(functools.partial(to_levels, dtype=dtype, in_kernel=in_kernel))
+    for device in {jax.devices("cpu")[0], *(() if in_kernel or gpu() is None else (gpu(),))}:
+        found = function(jax.device_put(y, device))
+        np.testing.assert_array_equal(np.asarray(found).astype(np.float32), wanted)
 
 
 @pytest.mark.parametrize("name", ["clip", "dinov2_swiglu"])
 def test_XLA_reads_no_levels_from_the_bits_of_a_sum(name):
-    """A compiler of CUDA 13.0 gets the last step wrong, see `to_levels`."""
+    """Compilers up to CUDA 13.0 get the last step wrong, see `to_levels`."""
     lowered = jax.jit(lambda encoder, x: encoder(x)).lower(load_in_8_bits(name), pictures(name))
     text = lowered.as_text()
     assert "xi8>" in text and "stablehlo.bitcast_convert" not in text
