@@ -12,6 +12,7 @@ OUTSIDE = "this encoder, called outside of jit"
 INT8 = "this encoder, blocks in int8"
 INT8_WITHOUT_OUT = f"{INT8} except out of every block"
 COMPILED = "transformers, torch.compile"
+CUDA_GRAPHS = f"{COMPILED}, reduce-overhead"
 
 
 def records(name):

@@ -7,6 +7,7 @@ from benchmarks.scaling import WAYS
 from tests.benchmarks.measured import (
     BY_CUBLAS,
     COMPILED,
+    CUDA_GRAPHS,
     IN_JIT,
     INT8,
     INT8_WITHOUT_OUT,
@@ -148,6 +149,13 @@ def test_photographs_take_this_part_of_the_time_of_random_pixels():
     ) in prose("docs/performance.md")
 
 
+def single_calls():
+    """Returns milliseconds of a single call of B/16 with one image for each run, and torch's."""
+    names = OUTSIDE, CUDA_GRAPHS
+    runs = (run for run in encoder_peer_runs(B16, 1) if all(name in run for name in names))
+    return [[f"{run[name]['burst']:.2f}" for name in names] for run in runs]
+
+
 def test_the_README_has_the_table_and_the_days_of_its_records():
     found = headline.comparisons()
     page = (ROOT / "README.md").read_text()
@@ -160,12 +168,9 @@ def test_the_README_has_the_table_and_the_days_of_its_records():
     of_jpeg = dict(kind="embed", encoder=B16, form="jpeg", allowed=16, options="")
     slower = min(r["rate"] for r in records("h200/resizing") if of_jpeg.items() <= r.items())
     assert f"and `embed` gave {slower:,.0f}." in prose("README.md")
-    graphs = f"{COMPILED}, reduce-overhead"
-    runs = [run for run in encoder_peer_runs(B16, 1) if OUTSIDE in run and graphs in run]
     assert any(
-        f"B/16 took {run[OUTSIDE]['burst']:.2f} ms, torch.compile {run[graphs]['burst']:.2f}, and"
-        in prose("README.md")
-        for run in runs
+        f"B/16 took {ours} ms, torch.compile {torchs}, and" in prose("README.md")
+        for ours, torchs in single_calls()
     )
     for name in headline.COLOURS:
         assert f"benchmarks/h200/{name}" in page and (headline.FOLDER / name).is_file()
@@ -177,7 +182,7 @@ def test_few_images_have_the_newest_times_of_whole_encoders():
         "the same with the option above": BY_CUBLAS,
         OUTSIDE: OUTSIDE,
         "this encoder, int8, with the option": INT8,
-        "transformers, torch.compile with CUDA graphs": f"{COMPILED}, reduce-overhead",
+        "transformers, torch.compile with CUDA graphs": CUDA_GRAPHS,
     }
 
     newest = newest_encoder_peers()
@@ -340,13 +345,12 @@ def test_the_option_of_embed_saves_as_much_as_the_page_says():
 
 def test_sentences_about_one_picture_have_the_numbers_of_the_records():
     page, newest = prose("docs/encoder.md"), newest_encoder_peers()
-    graphs = f"{COMPILED}, reduce-overhead"
 
     def ratios(regime):
         return {
-            (model, images): found[regime] / newest[model, images, graphs][regime]
+            (model, images): found[regime] / newest[model, images, CUDA_GRAPHS][regime]
             for (model, images, contender), found in newest.items()
-            if contender == OUTSIDE and (model, images, graphs) in newest
+            if contender == OUTSIDE and (model, images, CUDA_GRAPHS) in newest
         }
 
     among_many = [x for (_, images), x in ratios("sustained").items() if images <= 16]
@@ -357,18 +361,17 @@ def test_sentences_about_one_picture_have_the_numbers_of_the_records():
         f"takes {span(list(slower.values()))} times as long as torch's for 1 to 16 images of B/16 "
         "and one of So400m"
     ) in page
-    runs = [run for run in encoder_peer_runs(B16, 1) if OUTSIDE in run and graphs in run]
-    ours, torchs = ([f"{run[name]['burst']:.2f}" for run in runs] for name in (OUTSIDE, graphs))
+    ours, torchs = zip(*single_calls())
     assert (
         "took {}, {}, {} and {} ms outside of jit, and torch's program {}, {}, {} and {}."
-    ).format(*ours, *torchs) in page and len(runs) == 4
+    ).format(*ours, *torchs) in page and len(ours) == 4
     b16, so400m = (newest[model, 1, f"{COMPILED}, max-autotune"] for model in (B16, SO400M))
     assert (
         f"needed {b16['compile_seconds']:.0f} s to compile B/16 and "
         f"{so400m['compile_seconds']:.0f} s for So400m, and one image then took {both(b16)} and "
         f"{both(so400m)} ms, when mode reduce-overhead took "
         + " and ".join(
-            both(run[graphs])
+            both(run[CUDA_GRAPHS])
             for model in (B16, SO400M)
             for run in encoder_peer_runs(model, 1)
             if f"{COMPILED}, max-autotune" in run
