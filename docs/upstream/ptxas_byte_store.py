@@ -1,4 +1,4 @@
-"""Shows that ptxas of CUDA 13.0 converts a float32 where it should store its low byte.
+"""Shows that ptxas of CUDA 12.8 to 13.0 converts a float32 where it should store its low byte.
 
   python docs/upstream/ptxas_byte_store.py [PTXAS [NVDISASM]]
 
