@@ -177,17 +177,16 @@ class Torch:
 
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
-        self.has_graphs = False
 
     def prepare(
         self, folder: str, images: int, modes: list[str], dtypes: list[str]
     ) -> dict[str, Any]:
         """Compiles the model in each mode, and in 8 bits in the default one.
 
-        What fails is left out with the reason. torchao's int8 fails with at most 16 rows. If it did
-        so while a CUDA graph is recorded, the other contenders' graphs would fail, too.
+        What fails is left out with the reason. torchao's int8 fails with at most 16 rows, and a
+        failure while a CUDA graph is recorded breaks the graphs of the other contenders.
         """
-        self.contenders, self.has_graphs, left_out = {}, False, {}
+        self.contenders, left_out = {}, {}
         # torch.compile compiles a function at most eight times, and then runs it uncompiled. For it
         # all `embed` of `_compile` are one function.
         with contextlib.suppress(ImportError):
@@ -212,6 +211,8 @@ class Torch:
         gpu = torch.cuda.is_available()
         device = "cuda" if gpu else "cpu"
         gc.collect()
+        # The contenders before this one keep their weights, and their graphs' pools.
+        held = torch.cuda.memory_allocated() if gpu else 0
         architecture = json.loads(Path(folder, "config.json").read_text())["architectures"][0]
         model, loaded = getattr(transformers, architecture).from_pretrained(
             folder, attn_implementation="sdpa", output_loading_info=True
@@ -251,13 +252,12 @@ class Torch:
             call()
             self.wait(None)
         peak = None
-        # CUDA graphs keep their memory in a pool, which counts as reserved, and as allocated by the
-        # contenders that follow.
-        if gpu and mode != "default" and not self.contenders:
+        if gpu and mode == "default":
+            peak = torch.cuda.max_memory_allocated() - held
+        elif gpu and not self.contenders:
+            # CUDA graphs keep their memory in a pool, which counts as reserved, as does another
+            # mode's pool.
             peak = torch.cuda.memory_reserved()
-        elif gpu and mode == "default" and not self.has_graphs:
-            peak = torch.cuda.max_memory_allocated()
-        self.has_graphs |= mode != "default"
         return Contender(call, seconds, peak)
 
     def wait(self, x: Any) -> None:
