@@ -13,6 +13,7 @@ INT8 = "this encoder, blocks in int8"
 INT8_WITHOUT_OUT = f"{INT8} except out of every block"
 COMPILED = "transformers, torch.compile"
 CUDA_GRAPHS = f"{COMPILED}, reduce-overhead"
+AUTOTUNED = f"{COMPILED}, max-autotune"
 
 
 def records(name):
@@ -48,6 +49,15 @@ def encoder_peer_runs(encoder, images):
         for _, run in runs
     )
     return [run for run in found if run]
+
+
+def loops_over_blocks():
+    """Returns records by encoder, number of images, and how the loop over blocks is compiled."""
+    return {
+        (r["encoder"], r["images"], r["variant"]): r
+        for r in records("h200/encoder_variants")
+        if r.get("kind") == "loop over blocks"
+    }
 
 
 def operator_times(name, images=4736, shape="B/16 224"):

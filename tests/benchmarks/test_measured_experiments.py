@@ -23,6 +23,7 @@ from tests.benchmarks.measured import (
     OUTSIDE,
     both,
     encoder_peer_runs,
+    loops_over_blocks,
     operator_times,
     records,
     span,
@@ -391,11 +392,7 @@ def test_the_kernel_for_more_rows_of_bfloat16_has_the_times_of_the_record():
 
 
 def test_one_graph_takes_the_times_of_the_record():
-    found = {
-        (r["encoder"], r["images"], r["variant"]): r
-        for r in records("h200/encoder_variants")
-        if r.get("kind") == "loop over blocks"
-    }
+    found = loops_over_blocks()
     variants = {
         "the loop": "loop",
         "unrolled by 3": "unrolled by 3",
@@ -405,11 +402,17 @@ def test_one_graph_takes_the_times_of_the_record():
         "transformers, torch.compile with CUDA graphs": CUDA_GRAPHS,
     }
     columns = [("B/16 224", 1), ("B/16 224", 8), ("So400m/14 384", 1)]
-    rows = rows_of("docs/experiments/encoder.md", "One graph")[2:]
-    assert [row[0] for row in rows] == [*variants]
-    for name, *cells in rows:
+    settings = ("without graphs", "memory reserved", "SKIP_TEMP", "SKIP_PROFILED")
+    settings += ("CUDA's allocator",)
+    _, _, *rows = rows_of("docs/experiments/encoder.md", "One graph")
+    others = rows[len(variants) + 2 :]
+    assert [row[0] for row in rows[: len(variants)]] == [*variants]
+    for name, *cells in rows[: len(variants)]:
         wanted = [found.get((*column, variants[name])) for column in columns]
         assert cells == [both(r) if r else "" for r in wanted]
+    for (_, *cells), setting in zip(others, settings, strict=True):
+        one_image = [found["B/16 224", 1, f"{loop}, {setting}"] for loop in ("loop", "unrolled")]
+        assert cells == [both(r) for r in one_image]
     turns = [
         x
         for variant in ("loop", "unrolled", CUDA_GRAPHS)
