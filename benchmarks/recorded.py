@@ -8,7 +8,7 @@ It prints, for each chip, the time of the chosen option over that of the fastest
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +24,15 @@ from pallas_patch_embed.commands.tune.command import is_naflex
 
 FOLDER = Path(__file__).parent
 CHIPS = {"h100": H100, "h200": H200}
-FILES = ("results", "photographs", "small", "images", "image_shapes", "few_images", "options")
+FILES = (
+    "results",
+    "small",
+    *(f"{name}_2026-11-23" for name in ("results", "photographs", "small")),
+    "images",
+    "image_shapes",
+    "few_images",
+    "options",
+)
 
 # An option: name of the backend, and whether its kernel cuts the images.
 type Option = tuple[str, bool]
@@ -56,14 +64,22 @@ class Compared:
         return problem.K, problem.N, None if own else problem.table_period
 
 
-def option_of(contender: str, source: str) -> Option | None:
-    """Returns the option that a contender of the benchmarks is; None for a peer."""
+def option_of(contender: str, source: str, beside: Container[str]) -> Option | None:
+    """Returns the option that a contender of the benchmarks is; None for a peer.
+
+    Args:
+      contender, source: the contender, and whether it starts from patches or from images.
+      beside: the contenders of the same case.
+    """
     name = contender.removeprefix("patchify + ").removesuffix(", cut by the kernel")
     if name not in BACKENDS:
         return None
-    cuts = contender.endswith(", cut by the kernel")
-    # triton was always timed with the kernel that cuts, unless it says otherwise.
-    return name, cuts or (source == "images" and contender == "triton")
+    if source == "patches" or name != contender:
+        return name, contender.endswith(", cut by the kernel")
+    # What a name alone stands for is told by its alternative. Triton also cuts images without one.
+    if f"{name}, cut by the kernel" in beside:
+        return name, False
+    return name, name == "triton" or f"patchify + {name}" in beside
 
 
 def problem_of(shape: str, images: int, dtype: str, source: str) -> Problem:
@@ -81,22 +97,27 @@ def of_files(chip: Chip, folder: Path) -> Iterator[Compared]:
     """Yields the comparisons in the files of records for a chip, the newest run of each problem."""
     for name in FILES:
         path = folder / f"{name}.jsonl"
-        found: dict[tuple[Any, ...], dict[Option, float]] = {}
+        found: dict[tuple[Any, ...], dict[str, float]] = {}
         number, superseded = 0, False
         for record in results.read(path) if path.exists() else ():
             if record["kind"] == "run":
                 number, superseded = number + 1, "superseded" in record
             if record["kind"] != "time" or superseded:
                 continue
-            if (option := option_of(record["contender"], record["source"])) is None:
-                continue
             fields = (record[x] for x in ("regime", "source", "shape", "images", "dtype"))
             key = (*fields, record.get("pixels"), number)
-            found.setdefault(key, {})[option] = 1e3 * record["milliseconds"]
+            found.setdefault(key, {})[record["contender"]] = 1e3 * record["milliseconds"]
         newest = {key[:-1]: (key, times) for key, times in found.items()}
         for (regime, source, *problem, _, _), times in newest.values():
             shape, images, dtype = problem
-            yield Compared(chip, name, regime, problem_of(shape, images, dtype, source), times)
+            options = {
+                option: time
+                for contender, time in times.items()
+                if (option := option_of(contender, source, times))
+            }
+            if options:
+                own = problem_of(shape, images, dtype, source)
+                yield Compared(chip, name, regime, own, options)
 
 
 def of_searches(chip: Chip) -> Iterator[Compared]:

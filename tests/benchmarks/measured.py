@@ -8,6 +8,7 @@ from tests.repository import ROOT
 # Names of contenders in encoder_peers.jsonl.
 IN_JIT = "this encoder"
 BY_CUBLAS = "this encoder, epilogues by cuBLAS"
+CONVOLUTION = f"{IN_JIT} with the convolution"
 OUTSIDE = "this encoder, called outside of jit"
 INT8 = "this encoder, blocks in int8"
 INT8_WITHOUT_OUT = f"{INT8} except out of every block"

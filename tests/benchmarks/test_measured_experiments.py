@@ -18,6 +18,7 @@ from pallas_patch_embed.layers.dense import problem_of
 from tests.benchmarks.measured import (
     BY_CUBLAS,
     COMPILED,
+    CONVOLUTION,
     CUDA_GRAPHS,
     IN_JIT,
     OUTSIDE,
@@ -458,7 +459,7 @@ def test_clip_and_dinov2_have_the_times_of_the_record():
     contenders = {
         "this encoder, epilogues by cuBLAS": BY_CUBLAS,
         "the same with the tanh GELU": "this encoder with the tanh GELU",
-        "the same with the convolution": "this encoder with the convolution",
+        "the same with the convolution": CONVOLUTION,
         "this encoder without the option": IN_JIT,
         COMPILED: COMPILED,
         "the same with CUDA graphs": CUDA_GRAPHS,
@@ -730,7 +731,7 @@ def test_the_barrier_has_the_times_of_the_record():
 
 
 def test_triton_has_the_times_of_the_record():
-    times = operator_times("h200/results")
+    times = operator_times("h200/results_2026-11-23")
     heading = "Against other backends"
     rows = rows_of("docs/experiments/triton.md", heading)
     first = next(i for i, row in enumerate(rows) if row[0] == "4736")

@@ -1,5 +1,6 @@
 """Timing: interleaved turns, medians and spread, and samples of clock and power."""
 
+import itertools
 import time
 import types
 
@@ -89,11 +90,14 @@ def test_sustained_leaves_out_the_first_half(clock):
     assert (found["a"].calls, calls) == (5, [1] * 51 + [2] * 25)
 
 
-def test_latency_takes_turns(sleeper):
+def test_latency_takes_turns_whose_order_varies(sleeper):
     turns = []
-    found = timing.latency({name: sleeper(0.003, turns, name) for name in "ab"}, rounds=3)
-    assert "".join(turns) == "ab" * 4
-    assert [found[name].milliseconds for name in "ab"] == pytest.approx([3, 3])
+    found = timing.latency({name: sleeper(0.003, turns, name) for name in "abc"}, rounds=30)
+    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert len(rounds) == 31
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert set(itertools.pairwise(turns)) >= set(itertools.permutations("abc", 2))
+    assert [found[name].milliseconds for name in "abc"] == pytest.approx([3, 3, 3])
 
 
 def test_a_timing_has_the_median_and_the_spread_of_what_was_measured():
