@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import embedding, picture_files
+from benchmarks import embed_runs, picture_files
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.embed import jpeg
 from pallas_patch_embed.embed.preprocessing import Preprocessing, Whole
@@ -219,7 +219,7 @@ def decoding(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def embedded(
     chosen: argparse.Namespace, configs: dict[str, Any], folder: Path
-) -> Iterator[dict[str, Any] | embedding.EmbedRun]:
+) -> Iterator[dict[str, Any] | embed_runs.EmbedRun]:
     """Runs the command with both options, for each encoder and form of the pictures.
 
     Raises:
@@ -227,7 +227,7 @@ def embedded(
     """
     from benchmarks import checkpoints
 
-    devices = embedding.gpus()
+    devices = embed_runs.gpus()
     facts = picture_files.write(
         chosen.pictures, min(chosen.pictures, chosen.distinct), folder, chosen.forms
     )
@@ -238,10 +238,10 @@ def embedded(
         for form in chosen.forms:
             outs = {by: folder / f"{chosen.encoders.index(name)} {form} {by}" for by in RESIZED_BY}
             for by, out in outs.items():
-                yield embedding.run(
+                yield embed_runs.run(
                     name, checkpoint, folder, form, "one", out, devices, ["--resize", by]
                 )
-            host, device = (embedding.embeddings([out / "0"]) for out in outs.values())
+            host, device = (embed_runs.embeddings([out / "0"]) for out in outs.values())
             if host.keys() != device.keys() or any(
                 not np.array_equal(host[id], device[id]) for id in host
             ):
@@ -275,7 +275,7 @@ def arguments() -> argparse.Namespace:
 
 def measure(
     chosen: argparse.Namespace, configs: dict[str, Any], folder: Path
-) -> Iterator[dict[str, Any] | embedding.EmbedRun]:
+) -> Iterator[dict[str, Any] | embed_runs.EmbedRun]:
     """Runs the chosen parts, and yields a record of each measurement."""
     yield {"kind": "run", "versions": timing.environment(), "time": time.strftime("%FT%T%z")}
     functions = {"resize": resizing, "copies": copying, "decoding": decoding}
@@ -299,7 +299,7 @@ def main() -> None:
         for found in measure(chosen, ENCODERS, Path(folder)):
             print(found, flush=True)
             record = found
-            if isinstance(found, embedding.EmbedRun):
+            if isinstance(found, embed_runs.EmbedRun):
                 record = {"kind": "embed"} | dataclasses.asdict(found)
             if path:
                 with path.open("a") as file:

@@ -33,7 +33,7 @@ import pallas_patch_embed as ppe
 from benchmarks import checkpoints
 from benchmarks import encoder as encoders
 from benchmarks.contenders import draw_images
-from benchmarks.embedding import gpus
+from benchmarks.embed_runs import gpus
 from pallas_patch_embed.base.problem import named_shape
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.embed.embedder import embedding_on

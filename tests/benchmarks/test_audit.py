@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import audit, cycle_budget
+from benchmarks import audit, audited_kernels, cycle_budget
 from benchmarks.cycle_budget import Kernel, Loop, Tile
 from benchmarks.machine_code import Code, class_of, cuda_root, read_cubin
 from pallas_patch_embed.backends import cuda, tiles
@@ -34,7 +34,7 @@ def times(loop, name):
 
 @needs_compilers
 def test_the_Hopper_kernel_has_the_budget_of_its_tile():
-    kernel = audit.pallas_kernel("sm_90", *HEADLINE, "float8_e4m3fn")
+    kernel = audited_kernels.pallas_kernel("sm_90", *HEADLINE, "float8_e4m3fn")
     found = checked(kernel)
     (loop,) = kernel.loops
     assert (times(loop, "QGMMA"), times(loop, "STG")) == (24, 12)
@@ -52,7 +52,7 @@ def test_the_Hopper_kernel_has_the_budget_of_its_tile():
 
 @needs_compilers
 def test_the_Blackwell_kernel_has_the_budget_of_the_design():
-    kernel = audit.pallas_kernel("sm_100", *HEADLINE, "float8_e4m3fn")
+    kernel = audited_kernels.pallas_kernel("sm_100", *HEADLINE, "float8_e4m3fn")
     found, (multiply, store) = checked(kernel), kernel.loops
     # The design expects 3072 cycles of products and 3450 of DRAM. 72 of 74 clusters of two share
     # 8 TB/s at 1.965 GHz.
@@ -74,14 +74,16 @@ def test_the_Blackwell_kernel_has_the_budget_of_the_design():
 @needs_compilers
 @needs_library
 def test_no_kernel_of_the_library_spills():
-    assert audit.spilling(audit.library_kernels().values()) == []
+    assert audit.spilling(audited_kernels.library_kernels().values()) == []
     names = {c.symbol for c in cuda.configs()}
-    assert {name for _, name in audit.library_kernels()} == names
-    number = len(audit.library_kernels())
+    assert {name for _, name in audited_kernels.library_kernels()} == names
+    number = len(audited_kernels.library_kernels())
     assert f"The CUDA library has {number} kernels" in prose("docs/performance.md")
-    hopper, blackwell = (sum(c == chip for c, _ in audit.library_kernels()) for chip in (90, 100))
+    hopper, blackwell = (
+        sum(c == chip for c, _ in audited_kernels.library_kernels()) for chip in (90, 100)
+    )
     assert f"It has {hopper} Hopper and {blackwell} Blackwell" in prose("docs/backends.md")
-    kernel = audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16")
+    kernel = audited_kernels.cuda_kernel("sm_90", *HEADLINE, "bfloat16")
     found, (loop,) = checked(kernel), kernel.loops
     # There are 12 chunks of 4 products for each of two blocks of rows; the loop over chunks
     # contains 8 products.
@@ -91,15 +93,15 @@ def test_no_kernel_of_the_library_spills():
     assert found["L2"] == L2_bytes / 64
     # According to ncu, products take 6144 wavefronts for each half (docs/performance.md).
     assert cycle_budget.operand_bytes(loop, kernel.tile) == 2 * 6144 * 128
-    checked(audit.cuda_kernel("sm_100", *HEADLINE, "int8"))
+    checked(audited_kernels.cuda_kernel("sm_100", *HEADLINE, "int8"))
 
 
 @needs_compilers
 @needs_library
 def test_the_kernel_that_cuts_images_has_the_budget_of_the_one_from_patches():
     """The only difference: threads, not the tensor cores, read pixels from shared memory."""
-    patches = audit.cuda_kernel("sm_90", *HEADLINE, "int8")
-    images = audit.cuda_kernel("sm_90", *HEADLINE, "int8", uncut=True)
+    patches = audited_kernels.cuda_kernel("sm_90", *HEADLINE, "int8")
+    images = audited_kernels.cuda_kernel("sm_90", *HEADLINE, "int8", uncut=True)
     found, before, (loop,) = checked(images), checked(patches), images.loops
     for name in ("tensor", "DRAM", "L2"):
         assert found[name] == before[name]
@@ -112,19 +114,21 @@ def test_the_kernel_that_cuts_images_has_the_budget_of_the_one_from_patches():
     assert (images.tile.tma_rows, patches.tile.tma_rows) == (16 * 64, 6 * 128)
     # An image of 240 pixels has an odd number of patches, 15, in a row. So TMA loads the lines of
     # single patches instead of pairs.
-    odd = audit.cuda_kernel("sm_90", NamedShape("odd", 16, 240, 768), 4736, "int8", uncut=True)
+    odd = audited_kernels.cuda_kernel(
+        "sm_90", NamedShape("odd", 16, 240, 768), 4736, "int8", uncut=True
+    )
     assert odd.tile.tma_rows == 16 * 128
     assert checked(odd).keys() == found.keys()
     # The two warps of a scheduler issue fewer instructions than the products take cycles.
     assert found["issue"] < 2000 < found["tensor"]
     with pytest.raises(NotImplementedError, match="only in int8"):
-        audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16", uncut=True)
+        audited_kernels.cuda_kernel("sm_90", *HEADLINE, "bfloat16", uncut=True)
 
 
 @needs_compilers
 @needs_library
 def test_the_Blackwell_kernel_that_cuts_images_multiplies_64_bytes_of_each_line():
-    kernel = audit.cuda_kernel("sm_100", *HEADLINE, "int8", uncut=True)
+    kernel = audited_kernels.cuda_kernel("sm_100", *HEADLINE, "int8", uncut=True)
     found, (multiply, store) = checked(kernel), kernel.loops
     assert found["tensor"] == 256 * 256 * 1024 / 2 / 8192 == 4096
     assert (times(multiply, "UTCIMMA"), times(store, "LDTM"), times(store, "LDS")) == (32, 4, 16)
@@ -138,14 +142,14 @@ def test_the_Blackwell_kernel_that_cuts_images_multiplies_64_bytes_of_each_line(
     # Each of 16 lines keeps one of 8 slots for the latency, its 256 cycles of products, and 200.
     assert cycle_budget.ring(kernel) == (3912, 4792, 5712)
     # DRAM is that of patches: 48 bytes of each line are loaded.
-    patches = cycle_budget.budget(audit.cuda_kernel("sm_100", *HEADLINE, "int8"))
+    patches = cycle_budget.budget(audited_kernels.cuda_kernel("sm_100", *HEADLINE, "int8"))
     assert found["DRAM"] == patches["DRAM"].cycles
 
 
 @needs_compilers
 @needs_triton
 def test_the_Triton_kernel_executes_its_products_for_each_step_and_its_stores_once():
-    kernel = audit.triton_kernel("sm_80", *HEADLINE, "int8")
+    kernel = audited_kernels.triton_kernel("sm_80", *HEADLINE, "int8")
     found, (loop,) = checked(kernel), kernel.loops
     assert found["tensor"] == 128 * 128 * 768 / 2048
     # 8 warps execute products of 16 x 8 x 32. A thread stores 16 bytes at once.
@@ -224,11 +228,11 @@ def test_the_rates_are_those_of_the_data_sheets(architecture):
 
 
 def test_what_cannot_be_compiled_is_left_out_with_the_reason(monkeypatch):
-    monkeypatch.setattr(audit, "cuda_root", lambda: None)
-    monkeypatch.setattr(audit.cuda, "missing", lambda: "its library is missing")
-    monkeypatch.setattr(audit.importlib.util, "find_spec", lambda name: None)
-    audit.library_kernels.cache_clear()
-    kernels, missing = audit.audit(*HEADLINE, tiles.DTYPES)
+    monkeypatch.setattr(audited_kernels, "cuda_root", lambda: None)
+    monkeypatch.setattr(audited_kernels.cuda, "missing", lambda: "its library is missing")
+    monkeypatch.setattr(audited_kernels.importlib.util, "find_spec", lambda name: None)
+    audited_kernels.library_kernels.cache_clear()
+    kernels, missing = audited_kernels.every_kernel(*HEADLINE, tiles.DTYPES)
     families = ("Pallas", "CUDA", "CUDA images", "Triton", "Triton images")
     assert kernels == [] and len(missing) == len(families)
     for family, line in zip(families, missing):

@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from benchmarks import audit
+from benchmarks import audited_kernels
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import BACKENDS, cuda, cuda_tuning, tiles, triton
 from pallas_patch_embed.base.chips import A100, B200, B300, H200, RTX_4090, Target
@@ -86,8 +86,10 @@ def test_every_candidate_of_the_Triton_kernel_compiles(chip, dtype, source, tmp_
     ):
         for config in triton.candidates(task.problem, Target("cuda", chip)):
             plan = triton.plan(task.problem, Target("cuda", chip), config=config)
-            program = audit.compile_triton(audit.triton_call(plan, *operand_types(task.problem)))
-            assert audit.stack_bytes(program, tmp_path) == 0, (name, config)
+            program = audited_kernels.compile_triton(
+                audited_kernels.triton_call(plan, *operand_types(task.problem))
+            )
+            assert audited_kernels.stack_bytes(program, tmp_path) == 0, (name, config)
 
 
 def compiled_by_a_search(chip, backends=None):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import embedding, embedding_memory, picture_files, searching
+from benchmarks import embed_runs, embedding, embedding_memory, picture_files, searching
 from pallas_patch_embed.siglip2 import Config
 
 pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
@@ -56,19 +56,19 @@ def test_processes_share_all_pictures(form, tmp_path):
 
 
 def test_the_rate_is_that_between_the_first_and_the_last_whole_shard():
-    assert embedding.steady([(10.0, 4096), (12.0, 4096), (14.0, 4096), (14.1, 100)]) == (
+    assert embed_runs.steady([(10.0, 4096), (12.0, 4096), (14.0, 4096), (14.1, 100)]) == (
         10.0,
         14.0,
         2048.0,
     )
-    assert embedding.steady([(10.0, 4096), (11.0, 4096)]) == (10.0, 11.0, 4096.0)
-    assert embedding.steady([(10.0, 4096), (10.5, 100)]) is None
-    assert embedding.steady([]) is None
+    assert embed_runs.steady([(10.0, 4096), (11.0, 4096)]) == (10.0, 11.0, 4096.0)
+    assert embed_runs.steady([(10.0, 4096), (10.5, 100)]) is None
+    assert embed_runs.steady([]) is None
 
 
 def test_the_time_of_this_process_grows():
-    before = embedding.cpu_seconds(os.getpid())
-    while embedding.cpu_seconds(os.getpid()) < before + 0.02:
+    before = embed_runs.cpu_seconds(os.getpid())
+    while embed_runs.cpu_seconds(os.getpid()) < before + 0.02:
         sum(range(10000))
 
 
@@ -80,9 +80,9 @@ def test_an_id_that_is_there_twice_is_an_error(tmp_path):
         table = pyarrow.table({"id": ["x"], "embedding": rows})
         pyarrow_parquet.write_table(table, tmp_path / "embeddings" / f"{name}.parquet")
         if name == "a":
-            np.testing.assert_array_equal(embedding.embeddings([tmp_path])["x"], [1, 2])
+            np.testing.assert_array_equal(embed_runs.embeddings([tmp_path])["x"], [1, 2])
     with pytest.raises(RuntimeError, match="x occurs twice"):
-        embedding.embeddings([tmp_path])
+        embed_runs.embeddings([tmp_path])
 
 
 @pytest.mark.slow("runs the command six times")
@@ -99,7 +99,7 @@ def test_all_forms_are_embedded_and_a_killed_run_goes_on(monkeypatch, tmp_path):
         seconds=0.05,
     )
     found = list(embedding.measure(chosen, tiny, tmp_path))
-    runs = [r for r in found if isinstance(r, embedding.EmbedRun)]
+    runs = [r for r in found if isinstance(r, embed_runs.EmbedRun)]
     assert [r.form for r in runs] == ["jpeg", "tar", "parquet"]
     assert all(r.pictures == 20 and r.rate > 0 and r.busy is None for r in runs)
     records = {r["kind"]: r for r in found if isinstance(r, dict)}

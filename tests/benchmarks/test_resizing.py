@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import embedding, resizing
+from benchmarks import embed_runs, resizing
 from pallas_patch_embed.siglip2 import Config
 
 SMALL = argparse.Namespace(
@@ -54,7 +54,7 @@ def test_the_command_gives_equal_embeddings_with_both_options(monkeypatch, tmp_p
         parts=["embed"], encoders=["tiny"], forms=["jpeg"], pictures=10, distinct=5
     )
     found = list(resizing.measure(chosen, tiny, tmp_path))
-    runs = [r for r in found if isinstance(r, embedding.EmbedRun)]
+    runs = [r for r in found if isinstance(r, embed_runs.EmbedRun)]
     assert [r.options for r in runs] == ["--resize host", "--resize device"]
     assert all(r.pictures == 10 and r.rate > 0 for r in runs)
     assert found[-1] == {"kind": "equal", "encoder": "tiny", "form": "jpeg", "embeddings": 10}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pallas_patch_embed as ppe
-from benchmarks import audit
+from benchmarks import audited_kernels
 from pallas_patch_embed.backends import ranked, xla
 from pallas_patch_embed.backends import triton as backend
 from pallas_patch_embed.backends.triton import AMPERE, HOPPER, TritonConfig
@@ -220,9 +220,9 @@ def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dt
         shapes = (jax.ShapeDtypeStruct(patches, jnp.dtype(dtype)), *shapes[1:])
     geometry = patch_size and PatchGeometry(patch_size)
     problem = Problem.of(*shapes, out_dtype="bfloat16", geometry=geometry)
-    call = audit.triton_call(backend.plan(problem, target, config=config), *shapes)
-    kernel = audit.compile_triton(call)
-    assert audit.stack_bytes(kernel, tmp_path) == 0
+    call = audited_kernels.triton_call(backend.plan(problem, target, config=config), *shapes)
+    kernel = audited_kernels.compile_triton(call)
+    assert audited_kernels.stack_bytes(kernel, tmp_path) == 0
     most = 227 if target in (H200, B300, THOR) else 99
     assert kernel.metadata.shared <= most * 1024
     loop = innermost_loop(kernel.asm["ttir"])
@@ -283,7 +283,7 @@ def test_an_export_is_for_the_chip_at_hand(monkeypatch, found, expected):
     shapes = image_shapes(16, jnp.int8, 2)
     problem = Problem.of(*shapes, out_dtype="bfloat16", geometry=PatchGeometry(16))
     for target, capability in ((Target.unknown(), expected), (RTX_4090, 89)):
-        call = audit.triton_call(backend.plan(problem, target), *shapes)
+        call = audited_kernels.triton_call(backend.plan(problem, target), *shapes)
         assert call["compute_capability"] == capability
 
 
