@@ -26,8 +26,10 @@ FOLDER = Path(__file__).parent
 CHIPS = {"h100": H100, "h200": H200}
 FILES = (
     "results",
+    "results_2026-11-23",
     "small",
-    *(f"{name}_2026-11-23" for name in ("results", "photographs", "small")),
+    "small_2026-11-23",
+    "photographs_2026-11-23",
     "images",
     "image_shapes",
     "few_images",
@@ -76,7 +78,8 @@ def option_of(contender: str, source: str, beside: Container[str]) -> Option | N
         return None
     if source == "patches" or name != contender:
         return name, contender.endswith(", cut by the kernel")
-    # What a name alone stands for is told by its alternative. Triton also cuts images without one.
+    # A backend's name alone means the way that it chose. If its other way was measured too, that
+    # one's name says which it is. Without another way triton cut the images, and others did not.
     if f"{name}, cut by the kernel" in beside:
         return name, False
     return name, name == "triton" or f"patchify + {name}" in beside
