@@ -6,12 +6,14 @@ The contenders have the same random weights, from a checkpoint in Hugging Face's
 embeddings of the same uint8 images on the device in bfloat16. An encoder whose activation is not
 the tanh GELU is also measured with it: the difference is the activation's cost. With --dtypes the
 encoder is also measured in 8 bits, as `load_encoder` loads it, and transformers' model with
-torchao's layers, which compute a scale for each token, in torch's default mode. The name of the
-encoder says which layers stay in bfloat16. JAX and torch each run in their own process, and the
-contenders take turns. Times are wall times. A burst times single calls, each until its result is
-ready; in the sustained turns calls follow one another, and the GPU's energy is measured. Peak
-memory includes weights, images and all intermediate results. Each case is written to
-encoder_peers.jsonl as soon as it is measured.
+torchao's layers in its blocks, which compute a scale for each token, in torch's mode
+reduce-overhead if it is measured, and otherwise in the default mode. The name of the encoder says
+which layers stay in bfloat16. JAX and torch each run in their own process, and the contenders take
+turns. Times are wall times. A burst times single calls, each until its result is ready; in the
+sustained turns calls follow one another, and the GPU's energy is measured. Peak memory includes
+weights, images and all intermediate results. Each case is written to encoder_peers.jsonl as soon as
+it is measured.
+
 Peers that are not installed, or have no encoder of the family, are left out.
 """
 

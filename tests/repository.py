@@ -10,4 +10,5 @@ DATA = TESTS / "data"
 
 def environment(**variables: str) -> dict[str, str]:
     """Returns the environment of a process that can import `tests` and `benchmarks`."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}

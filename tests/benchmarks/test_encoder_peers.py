@@ -201,9 +201,12 @@ def test_each_mode_of_torch_is_a_contender_or_is_left_out_with_its_reason(monkey
     modes = ["reduce-overhead", "max-autotune"]
     told = encoder_contenders.Torch().prepare("folder", 1, modes, ["int8"])
     first = "transformers, torch.compile, reduce-overhead"
-    assert list(told["compiled"]) == [first, "transformers, torch.compile, torchao's int8"]
+    assert list(told["compiled"]) == [first, f"{first}, torchao's int8"]
     left = {"transformers, torch.compile, max-autotune": "RuntimeError: no graphs"}
     assert told["left_out"] == left
+    told = encoder_contenders.Torch().prepare("folder", 64, ["default"], ["int8"])
+    first = "transformers, torch.compile"
+    assert list(told["compiled"]) == [first, f"{first}, torchao's int8"]
 
 
 def test_a_contender_that_fails_after_it_was_compiled_is_left_out_with_its_reason():
