@@ -181,10 +181,10 @@ class Torch:
     def prepare(
         self, folder: str, images: int, modes: list[str], dtypes: list[str]
     ) -> dict[str, Any]:
-        """Compiles the model in each mode, and in 8 bits in reduce-overhead or the default one.
+        """Compiles the model in each mode, and in 8 bits; what fails is left out with the reason.
 
-        What fails is left out with the reason. A failure while a CUDA graph is recorded breaks the
-        graphs of the other contenders.
+        In 8 bits it is compiled in mode reduce-overhead if that is among the modes, and otherwise
+        in the default mode.
         """
         self.contenders, left_out = {}, {}
         # torch.compile compiles a function at most eight times, and then runs it uncompiled. For it
@@ -193,8 +193,8 @@ class Torch:
             import torch
 
             torch._dynamo.reset()
-        in_8_bits = "reduce-overhead" if "reduce-overhead" in modes else "default"
-        for mode, dtype in [(mode, "") for mode in modes] + [(in_8_bits, d) for d in dtypes]:
+        quantised = "reduce-overhead" if "reduce-overhead" in modes else "default"
+        for mode, dtype in [(mode, "") for mode in modes] + [(quantised, d) for d in dtypes]:
             name = f"transformers, torch.compile{'' if mode == 'default' else f', {mode}'}"
             if dtype:
                 name = f"{name}, torchao's {dtype}"
@@ -277,8 +277,9 @@ class Torch:
 def _quantise_by_torchao(model: Any, dtype: str) -> None:
     """Replaces the dense layers of a model's blocks by layers in 8 bits, with dynamic scales.
 
-    So they are the layers that this encoder has in 8 bits. On a GPU torch's product of int8 refuses
-    at most 16 rows, and the pooling head has one for each image.
+    This encoder has the same layers in 8 bits. The pooling head has one row for each image, and on
+    a GPU torch's product of int8 refuses 16 rows and fewer. A failure while a CUDA graph is
+    recorded would break the graphs of the other contenders.
 
     torchao's own settings of the compiler are left out: with them B/16 in int8 takes 202 s to
     compile on an H200, and So400m/14 384 more than 500 s.

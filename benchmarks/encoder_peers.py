@@ -5,14 +5,13 @@
 The contenders have the same random weights, from a checkpoint in Hugging Face's layout, and compute
 embeddings of the same uint8 images on the device in bfloat16. An encoder whose activation is not
 the tanh GELU is also measured with it: the difference is the activation's cost. With --dtypes the
-encoder is also measured in 8 bits, as `load_encoder` loads it, and transformers' model with
-torchao's layers in its blocks, which compute a scale for each token, in torch's mode
-reduce-overhead if it is measured, and otherwise in the default mode. The name of the encoder says
-which layers stay in bfloat16. JAX and torch each run in their own process, and the contenders take
-turns. Times are wall times. A burst times single calls, each until its result is ready; in the
-sustained turns calls follow one another, and the GPU's energy is measured. Peak memory includes
-weights, images and all intermediate results. Each case is written to encoder_peers.jsonl as soon as
-it is measured.
+encoder is also measured in 8 bits, as `load_encoder` loads it. Its name says which layers stay in
+bfloat16. Transformers' model then has torchao's layers in its blocks, which compute a scale for
+each token. It is compiled in mode reduce-overhead if that is measured, and otherwise in the default
+mode. JAX and torch each run in their own process, and the contenders take turns. Times are wall
+times. A burst times single calls, each until its result is ready; in the sustained turns calls
+follow one another, and the GPU's energy is measured. Peak memory includes weights, images and all
+intermediate results. Each case is written to encoder_peers.jsonl as soon as it is measured.
 
 Peers that are not installed, or have no encoder of the family, are left out.
 """

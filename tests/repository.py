@@ -10,5 +10,5 @@ DATA = TESTS / "data"
 
 def environment(**variables: str) -> dict[str, str]:
     """Returns the environment of a process that can import `tests` and `benchmarks`."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
